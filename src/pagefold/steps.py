@@ -11,7 +11,7 @@ from pagefold.kv.ops import NO_HOST_OPS
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pagefold.kv import BlockId, BlockTable, CopyOp, HostOps, ResidualCopy
+    from pagefold.kv import Block, BlockId, BlockTable, CopyOp, HostOps, Packed, PackedChunk, ResidualCopy
     from pagefold.sampling import SamplingParams
 
 __all__ = [
@@ -93,6 +93,10 @@ class StepPlan:
         residual_ids: where each row has its unsealed block, where blocks are sealed; else none. Then a row that begins
             inside a block ends in it or at its end.
         residual_copies: copies of these to make before the first write too.
+        chunks: each row's packed chunks before the step, where chunks are packed; else none. They are the sequence's
+            own, as of now.
+        packing_rows: the rows that pack their next chunks, behind their writes and before anybody attends; ascending.
+        granted: for each of them the blocks that it packs into, so many for each chunk as that fills whole.
         sampling_rows: the rows that have all their tokens after this step, and so sample the next one; ascending. A row
             comes several times where several samples of one prompt begin: each place is a sample of its own; and where
             it has drafts.
@@ -124,6 +128,9 @@ class StepPlan:
     copies: list[CopyOp] = field(default_factory=list)
     residual_ids: list[int] = field(default_factory=list)
     residual_copies: list[ResidualCopy] = field(default_factory=list)
+    chunks: list[Sequence[PackedChunk]] = field(default_factory=list)
+    packing_rows: list[int] = field(default_factory=list)
+    granted: list[Sequence[Block]] = field(default_factory=list)
     sampling_rows: list[int] = field(default_factory=list)
     sampling: list[SamplingParams] = field(default_factory=list)
     seeds: list[int] = field(default_factory=list)
@@ -169,12 +176,14 @@ class StepResult:
         prompt_logprobs: of each token of each of the plan's ``prompt_parts``.
         corrupted: rows with a logit that is NaN or infinite, before anything was done to it, or, whether they sample or
             not, with a token that is so inside the model, drafts included; what else is said of them means nothing.
+        packed: what each of the plan's ``packing_rows`` packed, chunk by chunk.
     """
 
     token_ids: list[int]
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[list[TokenLogprobs]] = field(default_factory=list)
     corrupted: list[int] = field(default_factory=list)
+    packed: list[list[Packed]] = field(default_factory=list)
 
 
 class DamagedBlocksError(Exception):

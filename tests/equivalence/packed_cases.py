@@ -19,7 +19,7 @@ from pagefold.runner.attention.packed import KeptUnits, PackedInputs, UnitShape
 from pagefold.runner.attention.packed_reference import pack_chunk, packed_attention, write_whole
 from pagefold.runner.slab import LAYOUT, Slab
 
-__all__ = ["KEEPERS", "PackedCase", "cut", "keep_some"]
+__all__ = ["KEEPERS", "NUM_SINKS", "Holder", "PackedCase", "Run", "cut", "keep_some"]
 
 NUM_SINKS = 4
 
@@ -56,7 +56,7 @@ def cut(length, size):
 
 
 @dataclass
-class _Held:
+class Holder:
     """What one sequence holds while it runs; lists are in order.
 
     Attributes:
@@ -148,7 +148,7 @@ class PackedCase:
             gives_back: whether whole blocks are given back that nobody sees any more.
             layout: of the slab.
         """
-        return _Run(self, dtype, layout).all_of(steps, gives_back=gives_back)
+        return Run(self, dtype, layout).all_of(steps, gives_back=gives_back)
 
     def run_each(self, size, dtype=torch.float64, **how):
         """Return the outputs of sequences that run alone, one behind the other, cut into steps of one size."""
@@ -165,7 +165,9 @@ class PackedCase:
         return max(errors)
 
 
-class _Run:
+class Run:
+    """A case that is computed step by step."""
+
     def __init__(self, case, dtype, layout):
         shape = case.shape
         self.case, self.dtype, self.chunk_size = case, dtype, case.chunk_size
@@ -174,19 +176,24 @@ class _Run:
             case.units.most_blocks(self.chunk_size, shape.num_layers, shape.num_kv_heads) * (length // self.chunk_size)
             for length in case.lengths
         )
-        geometry = KVGeometry(1, case.units.num_cells, shape.head_dim, dtype.itemsize, shape.block_size)
-        self.slab = Slab.allocate(geometry, whole + units + 1, dtype, layout=layout)
+        self.layout = layout
+        self.slab = self.allocate(whole + units + 1)
         self.slab.data.fill_(torch.nan)
         self.free = list(range(1, whole + units + 1))
         Random(case.seed).shuffle(self.free)
-        self.held = [_Held() for _ in case.lengths]
+        self.held = [Holder() for _ in case.lengths]
         self.outputs = [torch.zeros_like(query, dtype=dtype) for query in case.query]
+
+    def allocate(self, num_blocks):
+        case, shape = self.case, self.case.shape
+        geometry = KVGeometry(1, case.units.num_cells, shape.head_dim, self.dtype.itemsize, shape.block_size)
+        return Slab.allocate(geometry, num_blocks, self.dtype, layout=self.layout)
 
     def all_of(self, steps, *, gives_back):
         for step in steps:
             self._step(step)
             for seq, _ in step if gives_back else ():
-                self._give_back(self.held[seq])
+                self.give_back(self.held[seq])
         assert [held.num_entries for held in self.held] == self.case.lengths, "the test has left something out"
         return self.outputs
 
@@ -204,23 +211,28 @@ class _Run:
                 counts = np.zeros((shape.num_layers, shape.num_kv_heads), np.int32)
                 held.chunks.append(KeptUnits(case.units, ids, counts))
                 to_pack.append((seq, number))
-        inputs = self._inputs(step)
+        for layer, attended in zip(case.masked, self.compute(step, to_pack), strict=True):
+            for (seq, num_new), own in zip(step, attended.split([num for _, num in step]), strict=True):
+                end = self.held[seq].num_entries
+                self.outputs[seq][layer, end - num_new : end] = own
+        for seq, number in to_pack:
+            self.free_spare(self.held[seq], number)
+
+    def compute(self, step, to_pack):
+        """Yield what a step attends to, layer by layer, when it has written and packed."""
+        case = self.case
+        inputs = self.inputs(step)
         packed = PackedInputs(self.chunk_size, NUM_SINKS, tuple(tuple(self.held[seq].chunks) for seq, _ in step))
         rows = {seq: row for row, (seq, _) in enumerate(step)}
         scoring = case.scale, case.softcap, None if case.sinks is None else case.sinks.to(self.dtype)
         for layer in case.masked:
-            query, key, value = (self._of_step(own, step, layer) for own in (case.query, case.key, case.value))
+            query, key, value = (self.of_step(own, step, layer) for own in (case.query, case.key, case.value))
             write_whole(key, value, self.slab, inputs, layer)
             for seq, number in to_pack:
                 keep = case.keep[seq][:, :, number * self.chunk_size : (number + 1) * self.chunk_size]
                 self.held[seq].chunks[number].counts[layer] = keep[layer].sum(-1).numpy()
                 pack_chunk(self.slab, inputs, packed, rows[seq], number, keep, [layer])
-            attended = packed_attention(query, self.slab, inputs, packed, layer, *scoring)
-            for (seq, num_new), own in zip(step, attended.split([num for _, num in step]), strict=True):
-                end = self.held[seq].num_entries
-                self.outputs[seq][layer, end - num_new : end] = own
-        for seq, number in to_pack:
-            self._free_spare(self.held[seq], number)
+            yield packed_attention(query, self.slab, inputs, packed, layer, *scoring)
 
     def _grow(self, held, num_new):
         size = self.case.shape.block_size
@@ -230,31 +242,38 @@ class _Run:
             if len(held.sink_ids) * size < NUM_SINKS:
                 held.sink_ids.append(held.table[-1])
 
-    def _free_spare(self, held, number):
+    def free_spare(self, held, number):
         """Give back the blocks of a chunk that were granted and are not needed, now that counts are known."""
         chunk = held.chunks[number]
         num_needed = chunk.shape.num_blocks_for(chunk.counts)
         self.free += chunk.block_ids[num_needed:].tolist()
         held.chunks[number] = KeptUnits(chunk.shape, chunk.block_ids[:num_needed], chunk.counts)
 
-    def _give_back(self, held):
+    def give_back(self, held):
         """Give back what no token behind this step sees whole, but for the blocks of sinks, where only these stay."""
         first_seen, size = max(0, held.num_entries // self.chunk_size - 1) * self.chunk_size, self.case.shape.block_size
         while held.first + size <= first_seen:
             block = held.table.pop(0)
             begin = NUM_SINKS - held.first if block in held.sink_ids else 0
-            self.slab.keys[block, :, max(0, begin) :] = torch.nan
-            self.slab.values[block, :, max(0, begin) :] = torch.nan
+            self.forget(block, max(0, begin))
             if block not in held.sink_ids:
                 self.free.insert(0, block)
             held.first += size
 
-    def _of_step(self, operands, step, layer):
+    def forget(self, block, begin):
+        """Make slots of a block from ``begin`` on mean nothing."""
+        if begin:
+            self.slab.keys[block, :, begin:] = torch.nan
+            self.slab.values[block, :, begin:] = torch.nan
+        else:
+            self.slab.data[block] = torch.nan
+
+    def of_step(self, operands, step, layer):
         ends = {seq: self.held[seq].num_entries for seq, _ in step}
         own = [operands[seq][layer, ends[seq] - num_new : ends[seq]] for seq, num_new in step]
         return torch.cat(own).to(self.dtype)
 
-    def _inputs(self, step):
+    def inputs(self, step):
         shape, helds = self.case.shape, [self.held[seq] for seq, _ in step]
         tables, sink_tables = (
             self._padded([own.table for own in helds]),

@@ -56,7 +56,7 @@ def test_logits_are_near_those_of_transformers(family, tiny_folder, tiny_referen
     sequences, more = [_tokens(at, length) for at, length in enumerate(lengths)], _tokens(99, len(lengths))
     runner = _engine(tiny_folder(family)).runner
     assert isinstance(runner.decoder, FusedDecoder)
-    assert {group.window for group in runner.geometry.groups} >= {window}
+    assert {group.keeps.window for group in runner.geometry.groups} >= {window}
     blocks = [range(50 * at, 50 * at + 50) for at in range(len(sequences))]
     rows = [(ids, 0, own) for ids, own in zip(sequences, blocks, strict=True)]
     first = runner.logits(_plan(rows, _groups(runner))).clone()

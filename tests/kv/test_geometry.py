@@ -88,8 +88,7 @@ KINDS = st.builds(
     num_kv_heads=st.sampled_from((1, 2, 4, 8)),
     key_dim=st.sampled_from((32, 64, 128, 576)),
     value_dim=st.sampled_from((0, 32, 64, 128)),
-    window=st.sampled_from((None, None, 64, 1024)),
-    is_chunked=st.booleans(),
+    keeps=st.builds(KeepRule, window=st.sampled_from((None, None, 64, 1024)), is_chunked=st.booleans()),
 )
 
 
@@ -108,7 +107,7 @@ def test_groups_hold_every_layer_once_in_equal_blocks(layers, codec, block_size,
         kinds = {layout.layers[layer] for layer in group.layers}
         assert len(kinds) == 1, "a group has layers of one kind"
         (kind,) = kinds
-        assert (group.num_kv_heads, group.window) == (kind.num_kv_heads, kind.window)
+        assert (group.num_kv_heads, group.keeps) == (kind.num_kv_heads, kind.keeps)
         assert group.block_size >= block_size
         used = len(group.layers) * kind.bytes_per_token(layout.codec) * group.block_size
         assert used <= layout.bytes_per_block
@@ -124,22 +123,22 @@ def test_groups_hold_every_layer_once_in_equal_blocks(layers, codec, block_size,
     [(13, 13, 2, 13), (40, 8, 6, 8), (52, 10, 11, 6), (29, 5, 7, 5), (36, 12, 4, 12), (10, 0, 1, 10)],
 )
 def test_how_many_groups(num_windowed, num_full, num_groups, layers_each) -> None:
-    windowed, full = LayerKV(4, 128, 128, window=1024), LayerKV(4, 128, 128)
+    windowed, full = LayerKV(4, 128, 128, keeps=KeepRule(1024)), LayerKV(4, 128, 128)
     layout = lay_out([windowed] * num_windowed + [full] * num_full, CODECS["float16"], max_len=8192)
     assert len(layout.groups) == num_groups
     assert max(len(group.layers) for group in layout.groups) == layers_each
 
 
 def test_a_window_that_nothing_passes_is_none() -> None:
-    layers = [LayerKV(4, 64, 64, window=4096), LayerKV(4, 64, 64)]
+    layers = [LayerKV(4, 64, 64, keeps=KeepRule(4096)), LayerKV(4, 64, 64)]
     assert len(lay_out(layers, CODECS["float16"], max_len=4096).groups) == 1
     assert len(lay_out(layers, CODECS["float16"], max_len=4097).groups) == 2
 
 
 def test_sinks_are_bytes_and_blocks_beside_a_window() -> None:
-    layer = LayerKV(4, 64, 64, window=100, num_sinks=20)
+    layer = LayerKV(4, 64, 64, keeps=KeepRule(100, num_sinks=20))
     assert [layer.num_tokens(num) for num in (7, 120, 121, 5000)] == [7, 120, 120, 120]
-    layers = [layer, LayerKV(4, 64, 64, window=100)]
+    layers = [layer, LayerKV(4, 64, 64, keeps=KeepRule(100))]
     layout = lay_out(layers, CODECS["float16"])
     assert [group.keeps for group in layout.groups] == [KeepRule(100, num_sinks=20), KeepRule(100)]
     assert layout.num_bytes_for(5000) == (120 + 100) * layer.bytes_per_token(CODECS["float16"])
@@ -152,7 +151,7 @@ def test_sinks_are_bytes_and_blocks_beside_a_window() -> None:
 
 
 def test_a_window_that_nothing_passes_beside_its_sinks_is_none() -> None:
-    layers = [LayerKV(4, 64, 64, window=4000, num_sinks=96), LayerKV(4, 64, 64)]
+    layers = [LayerKV(4, 64, 64, keeps=KeepRule(4000, num_sinks=96)), LayerKV(4, 64, 64)]
     assert [group.keeps for group in lay_out(layers, CODECS["float16"], max_len=4096).groups] == [KEEP_ALL]
     assert len(lay_out(layers, CODECS["float16"], max_len=4097).groups) == 2
 
@@ -174,11 +173,11 @@ def test_fewer_cells_have_more_tokens_a_block() -> None:
     ("group", "num_tokens", "num_blocks"),
     [
         (CacheGroup((0,), 1, 16), 1000, 63),
-        (CacheGroup((0,), 1, 16, window=64), 48, 3),
-        (CacheGroup((0,), 1, 16, window=64), 64, 4),
-        (CacheGroup((0,), 1, 16, window=64), 65, 5),
-        (CacheGroup((0,), 1, 16, window=64), 10_000, 5),  # positions 9,936 to 9,999 touch so many at most
-        (CacheGroup((0,), 1, 16, window=64, is_chunked=True), 10_000, 4),
+        (CacheGroup((0,), 1, 16, keeps=KeepRule(64)), 48, 3),
+        (CacheGroup((0,), 1, 16, keeps=KeepRule(64)), 64, 4),
+        (CacheGroup((0,), 1, 16, keeps=KeepRule(64)), 65, 5),
+        (CacheGroup((0,), 1, 16, keeps=KeepRule(64)), 10_000, 5),  # positions 9,936 to 9,999 touch so many at most
+        (CacheGroup((0,), 1, 16, keeps=KeepRule(64, is_chunked=True)), 10_000, 4),
     ],
 )
 def test_blocks_of_a_window(group, num_tokens, num_blocks) -> None:
@@ -189,12 +188,12 @@ def test_blocks_of_a_window(group, num_tokens, num_blocks) -> None:
 def test_a_window_never_touches_more_blocks_than_are_counted(window, block_size, last) -> None:
     first = max(0, last - window + 1)
     touched = last // block_size - first // block_size + 1
-    assert touched <= CacheGroup((0,), 1, block_size, window=window).num_blocks_for(last + 1)
+    assert touched <= CacheGroup((0,), 1, block_size, keeps=KeepRule(window)).num_blocks_for(last + 1)
 
 
 def test_groups_of_different_cells_fill_a_pool_to_the_byte() -> None:
     """The blocks that sequences take from one pool, group by group, are as many as the layout counts."""
-    layers = [LayerKV(8, 64, 64, window=96)] * 3 + [LayerKV(8, 64, 64)] * 2 + [LayerKV(2, 64, 64)] * 2
+    layers = [LayerKV(8, 64, 64, keeps=KeepRule(96))] * 3 + [LayerKV(8, 64, 64)] * 2 + [LayerKV(2, 64, 64)] * 2
     layout = lay_out(layers, CODECS["float16"], block_size=16)
     budget = 10_000 * layout.bytes_per_token
     pool = BlockPool(layout.num_blocks(budget))
@@ -203,8 +202,8 @@ def test_groups_of_different_cells_fill_a_pool_to_the_byte() -> None:
     while pool.num_free >= layout.num_blocks_for(length):
         for group in layout.groups:
             kept = range(-(-length // group.block_size))
-            if group.window is not None:  # what lies before the window has gone back
-                kept = kept[(length - group.window) // group.block_size :]
+            if group.keeps.window is not None:  # what lies before the window has gone back
+                kept = kept[(length - group.keeps.window) // group.block_size :]
             for _ in kept:
                 block = pool.allocate()
                 start = block.block_id * layout.bytes_per_block

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from pagefold.errors import ConfigError, DoesNotFitError
-from pagefold.kv import CODECS, Codec, KVGeometry, LayerKV, lay_out
+from pagefold.kv import CODECS, Codec, KeepRule, KVGeometry, LayerKV, lay_out
 from pagefold.plan import (
     Lengths,
     PlanSettings,
@@ -313,7 +313,7 @@ def test_latent_kv_is_not_divided():
 
 
 def test_a_window_bounds_what_is_kept():
-    layer = LayerKV(8, 128, 128, window=4096)
+    layer = LayerKV(8, 128, 128, keeps=KeepRule(4096))
     layout = lay_out([layer] * 32, FP16, max_len=32_768)
     assert layout.num_bytes_for(32_768) == layout.num_bytes_for(4096) == 4096 * layout.bytes_per_token
     assert layout.num_blocks_for(32_768) == 4096 // 16 + 1  # the window seldom begins where a block does

@@ -32,7 +32,7 @@ LLAMA = {
 def kinds(**changes: object) -> list[int | None]:
     """Return the window of each layer of a Llama with that changed."""
     shape = shape_of(LLAMA | {"num_hidden_layers": 8} | changes, name="x", source="")
-    return [layer.kv.window if layer.kv is not None else -1 for layer in shape.layers]
+    return [layer.kv.keeps.window if layer.kv is not None else -1 for layer in shape.layers]
 
 
 # The table.

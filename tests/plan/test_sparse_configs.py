@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from pagefold.errors import UnsupportedModelError
+from pagefold.kv import KEEP_ALL
 from pagefold.plan import find_model
 from pagefold.runner.models import inspect_model
 
@@ -68,9 +69,7 @@ def test_what_layers_keep_is_the_same_on_both_sides(raw: dict[str, Any], tmp_pat
     folder = save(tmp_path, PLAIN | raw)
     spec, shape = inspect_model(folder), find_model(str(folder))
     assert shape.not_served == ""
-    kept = [keep.window for keep in spec.keeps] or [None] * spec.num_layers
-    assert [layer.kv.window for layer in shape.layers] == kept
-    assert any(keep.is_chunked for keep in spec.keeps) == any(layer.kv.is_chunked for layer in shape.layers)
+    assert [layer.kv.keeps for layer in shape.layers] == [*(spec.keeps or (KEEP_ALL,) * spec.num_layers)]
 
 
 REFUSED = [

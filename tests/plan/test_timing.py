@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from pagefold.kv import CODECS
+from pagefold.kv import CODECS, KEEP_ALL
 from pagefold.plan import Lengths, PlanSettings, Question, Workload, find_device, find_model, make_plan
 from pagefold.plan.concurrency import Pool, Rounding, reach
 from pagefold.plan.floors import prefill_operations
@@ -86,7 +86,7 @@ def test_chunks_attend_to_themselves_only():
     scout, n = find_model("meta-llama/Llama-4-Scout-17B-16E"), 8192 * 3
     whole = replace(
         scout,
-        layers=tuple(replace(layer, kv=replace(layer.kv, window=None, is_chunked=False)) for layer in scout.layers),
+        layers=tuple(replace(layer, kv=replace(layer.kv, keeps=KEEP_ALL)) for layer in scout.layers),
     )
     spared = prefill_operations(whole, n) - prefill_operations(scout, n)
     assert spared == pytest.approx(36 * 2 * 40 * 128 * (n**2 - 3 * 8192**2))

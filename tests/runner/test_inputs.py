@@ -108,7 +108,7 @@ def test_a_prefill_and_a_decode_row():
 
 def test_tables_of_a_group_that_has_given_blocks_back():
     """Three sequences that keep 8 tokens: of 5, of 21, whose table begins with entry 12, and of 40."""
-    group = CacheGroup((0, 2), num_kv_heads=2, block_size=4, window=8)
+    group = CacheGroup((0, 2), num_kv_heads=2, block_size=4, keeps=KeepRule(8))
     firsts, ends = np.array([0, 12, 32], np.int32), np.array([5, 21, 40])
     tables = [BlockTable(ids) for ids in ([7, 8, 9], [1, 2, 3], [4, 5])]
     inputs = _group_inputs(tables, firsts, ends, group)
@@ -121,7 +121,7 @@ def test_tables_of_a_group_that_has_given_blocks_back():
 
 def test_tables_of_sink_tokens_are_of_the_first_blocks_wherever_a_table_begins():
     """Five sink tokens in blocks of 4: of a table from the begin, of one that has given blocks back, of a short one."""
-    group = CacheGroup((0, 2), num_kv_heads=2, block_size=4, window=8, num_sinks=5)
+    group = CacheGroup((0, 2), num_kv_heads=2, block_size=4, keeps=KeepRule(8, num_sinks=5))
     tables = [BlockTable([7, 8, 9]), BlockTable([4, 5], 8, [2, 3]), BlockTable([6])]
     firsts, ends = np.array([0, 32, 0], np.int32), np.array([12, 40, 3])
     inputs = _group_inputs(tables, firsts, ends, group)

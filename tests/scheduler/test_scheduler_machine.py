@@ -79,6 +79,13 @@ the others a few requests come one after another."""
 SAMPLING = SamplingParams(temperature=0.0, max_tokens=None)
 
 
+PACKING = (
+    (KEEP_ALL, KeepRule(8, is_chunked=True, num_before=1, packs=True)),
+    (KeepRule(4, is_chunked=True, packs=True), KEEP_ALL),
+    (KEEP_ALL, KeepRule(4, is_chunked=True, num_before=1, packs=True), KeepRule(6)),
+)
+"""Groups of which one packs chunks."""
+
 GROUPS = (
     (KEEP_ALL, KEEP_ALL),
     (KEEP_ALL, KeepRule(9)),
@@ -178,7 +185,12 @@ class Machine:
         self.scheduler = Scheduler(self.core, limits, policy=scheduling, emit=self._on_event)
         self.runner = ShadowRunner(self.scheduler)
         self.whole = self.runner.whole_group
-        self.max_total_tokens = min(60, setup.num_blocks // len(setup.rules) * BLOCK_SIZE)
+        num_new = setup.max_num_batched_tokens
+        self.max_total_tokens = next(
+            num_tokens
+            for num_tokens in range(min(60, setup.num_blocks // len(setup.rules) * BLOCK_SIZE), 0, -1)
+            if self.core.rules.packing is None or self.core.num_blocks_for(num_tokens, num_new) <= setup.num_blocks
+        )
         self.flights: list[Flight] = []  # two at most, in order
         self.requests: dict[str, Request] = {}
         self.expected: dict[str, list[int]] = {}
@@ -300,7 +312,8 @@ class Machine:
             assert not admitted
             is_forking = any(request.forks for request in first.samples)
             is_in_the_way = self.scheduler.suspicion.is_on or is_forking or self.failed_extends or self._joins()
-            is_in_the_way = is_in_the_way or bool(first.plan.drafted)
+            is_in_the_way = is_in_the_way or bool(first.plan.drafted or first.plan.packing_rows)
+            self._saw("not ahead: chunks are packed", bool(first.plan.packing_rows))
             self._saw("not ahead: drafts", bool(first.plan.drafted))
             assert is_in_the_way or not goes_on, "nothing was in the way"
             self._saw("not ahead: a fork", is_forking)
@@ -827,6 +840,8 @@ class Machine:
         assert list(zip(plan.sampling_rows, plan.seeds, plan.draws, strict=True)) == sampling
         assert len(plan.sampling) == len(sampling)
         self._saw("copy-on-write", bool(plan.copies))
+        self._saw("packed", bool(plan.packing_rows))
+        self._saw("packed ahead", before is not None and bool(plan.packing_rows))
         self._saw("several copies of a block", len({copy.src for copy in plan.copies}) < len(plan.copies))
         self._saw_leaning(flight)
 
@@ -853,6 +868,7 @@ class Machine:
         self.computed |= {lookup.request_id: lookup.num_hit_tokens for lookup in lookups}
         rows_then = zip(plan.starts, plan.tables, strict=True)  # of a row that begins, the runner asks whose it is
         launched = replace(plan, tables=[_copied(tables) if start else tables for start, tables in rows_then])
+        launched.chunks = [list(chunks) for chunks in plan.chunks]
         return Flight(plan, launched, requests, samples_of(plan, requests), admitted, lookups)
 
     def _blocks_of(self, request: Request) -> list[int]:
@@ -895,6 +911,7 @@ class Machine:
         self._saw("prefix hit", num_hit_tokens > 0)
         num_loaded = sum(request.num_loaded_tokens.values())  # when it was admitted first
         self._saw("host hit", bool(request.cache.num_loaded_tokens))
+        self._saw("begins packed", bool(request.cache.chunks))
         self._saw("what a preemption kept", after_preemption and num_hit_tokens > 0)
         has_tiers = self.core.host.is_on
         num_lost = request.num_lost_tokens
@@ -1170,6 +1187,23 @@ def test_random_operations(policy: str) -> None:
 def test_random_operations_with_several_groups(rules: tuple[KeepRule, ...], seals: bool) -> None:
     """The same where groups keep windows, and give blocks back while requests run; also where blocks are sealed."""
     random_operations(0, 200, "lru", rules, seals=seals)
+
+
+@pytest.mark.parametrize("rules", PACKING, ids=str)
+def test_random_operations_where_chunks_are_packed(rules: tuple[KeepRule, ...]) -> None:
+    """The same where what was kept of older chunks is packed."""
+    seen: Counter[str] = Counter()
+    for seed in range(4):
+        seen += random_operations(80 + seed, 400, "lru", rules, seals=False)
+    assert min(seen[what] for what in ("packed", "ahead", "not ahead: chunks are packed", "begins packed")) > 0
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("rules", PACKING, ids=str)
+def test_very_many_random_operations_where_chunks_are_packed(rules: tuple[KeepRule, ...]) -> None:
+    for seed in range(12):
+        random_operations(600 + seed, 2000, "lru", rules, seals=False)
 
 
 @pytest.mark.parametrize("rules", GROUPS[1:], ids=str)

@@ -53,5 +53,7 @@ def namespace_of(blueprint: Blueprint) -> Namespace:
 
 def _kept_by(group: CacheGroup) -> str:
     """Return what tells a cache group from others: the K and V behind other masks are others."""
-    sinks = f":{group.num_sinks}" if group.num_sinks else ""
-    return f"{group.layers}:{group.window}:{group.is_chunked}{sinks}"
+    keeps = group.keeps
+    sinks = f":{keeps.num_sinks}" if keeps.num_sinks else ""
+    packed = f":{keeps.num_before} before, packed" if keeps.packs else ""
+    return f"{group.layers}:{keeps.window}:{keeps.is_chunked}{sinks}{packed}"

@@ -2,7 +2,7 @@
 
 from pagefold.kv.arbiter import Arbiter, LinkModel, Verdict
 from pagefold.kv.audit import AuditError, audit
-from pagefold.kv.block import Block, BlockId, BlockState
+from pagefold.kv.block import Block, BlockId, BlockState, PackedChunk
 from pagefold.kv.codec import CODECS, KV_CACHE_DTYPES, Codec
 from pagefold.kv.core import KVCore
 from pagefold.kv.eviction import EvictionPolicy, KeyPolicy, RequestFacts
@@ -13,6 +13,7 @@ from pagefold.kv.keep import KEEP_ALL, KeepRule
 from pagefold.kv.names import BlockName, root_digest
 from pagefold.kv.namespace import Namespace
 from pagefold.kv.ops import NO_HOST_OPS, CopyOp, FetchOp, HostOps, LoadOp, ResidualCopy, StoreOp, WriteOp
+from pagefold.kv.packing import Packed
 from pagefold.kv.pins import DroppedPin, Pin, PinLimits, PinTable
 from pagefold.kv.policies import DEFAULT_POLICY, POLICIES, make_policy
 from pagefold.kv.residuals import NO_RESIDUALS, Residuals
@@ -60,6 +61,8 @@ __all__ = [
     "LinkModel",
     "LoadOp",
     "Namespace",
+    "Packed",
+    "PackedChunk",
     "Pin",
     "PinLimits",
     "PinTable",

@@ -37,24 +37,26 @@ class LayerKV:
         num_kv_heads: KV heads; 1 for a latent vector, which all heads read.
         key_dim: elements of K of one head; for a latent vector all of it.
         value_dim: elements of V of one head; 0 for a latent vector.
-        window: how many of the last tokens it keeps, the current one included; None for all.
-        is_chunked: it keeps the tokens since the last multiple of ``window`` instead.
-        num_sinks: how many of the first tokens it keeps beside a sliding window.
+        keeps: which tokens it keeps.
         codec: how it is stored, where that is not as most layers are.
     """
 
     num_kv_heads: int
     key_dim: int
     value_dim: int
-    window: int | None = None
-    is_chunked: bool = False
-    num_sinks: int = 0
+    keeps: KeepRule = KEEP_ALL
     codec: Codec | None = None
 
     def bytes_per_token(self, codec: Codec) -> int:
         """Return the bytes that a token takes here; ``codec`` is of layers that have none of their own."""
         codec = self.codec or codec
-        return self.num_kv_heads * (codec.key_bytes(self.key_dim) + codec.value_bytes(self.value_dim))
+        of_heads = self.num_kv_heads * (codec.key_bytes(self.key_dim) + codec.value_bytes(self.value_dim))
+        return of_heads + self.mark_bytes_per_token
+
+    @property
+    def mark_bytes_per_token(self) -> int:
+        """Bytes of a token's marks: a bit for each KV head, whether its entry is kept when its chunk is packed."""
+        return -(-self.num_kv_heads // 8) if self.keeps.packs else 0
 
     def residual_bytes_per_token(self, codec: Codec) -> int:
         """Return the bytes that a token takes here until its block is sealed; 0 where blocks are not sealed."""
@@ -62,7 +64,8 @@ class LayerKV:
 
     def num_tokens(self, num_tokens: int) -> int:
         """Return how many of ``num_tokens`` it keeps at most."""
-        return num_tokens if self.window is None else min(num_tokens, self.num_sinks + self.window)
+        window = self.keeps.window
+        return num_tokens if window is None or self.keeps.packs else min(num_tokens, self.keeps.num_sinks + window)
 
     def shard(self, tensor_parallel_size: int) -> LayerKV:
         """Return what one of so many devices keeps: its share of the heads, and at least one of them."""
@@ -77,22 +80,13 @@ class CacheGroup:
         layers: the layers whose cells it holds, ascending.
         num_kv_heads: KV heads of each of them.
         block_size: tokens a block. Groups with fewer cells have more tokens, so that blocks stay equal in bytes.
-        window: how many of the last tokens its layers keep; None for all.
-        is_chunked: they keep the tokens since the last multiple of ``window`` instead.
-        num_sinks: how many of the first tokens they keep beside a sliding window.
+        keeps: which tokens its layers keep.
     """
 
     layers: tuple[int, ...]
     num_kv_heads: int
     block_size: int
-    window: int | None = None
-    is_chunked: bool = False
-    num_sinks: int = 0
-
-    @property
-    def keeps(self) -> KeepRule:
-        """Which tokens it keeps."""
-        return KeepRule(self.window, self.is_chunked, self.num_sinks)
+    keeps: KeepRule = KEEP_ALL
 
     @property
     def num_cells(self) -> int:
@@ -117,14 +111,15 @@ class CacheGroup:
             num_new: how many of them our own steps write at a time, beside what is kept; None for what any engine
                 needs at least.
         """
+        keeps = self.keeps
         if num_new is not None:
-            return self.keeps.num_blocks_for(num_tokens, num_new, self.block_size)
+            return keeps.num_blocks_for(num_tokens, num_new, self.block_size)
         num_blocks = num_blocks_for(num_tokens, self.block_size)
-        if self.window is None:
+        if keeps.window is None or keeps.packs:
             return num_blocks
-        if self.is_chunked:
-            return min(num_blocks, num_blocks_for(self.window, self.block_size))
-        num_kept = num_blocks_for(self.window - 1, self.block_size) + 1
+        if keeps.is_chunked:
+            return min(num_blocks, num_blocks_for(keeps.window, self.block_size))
+        num_kept = num_blocks_for(keeps.window - 1, self.block_size) + 1
         return min(num_blocks, self.keeps.num_sink_blocks(self.block_size) + num_kept)
 
 
@@ -158,8 +153,9 @@ class CacheLayout:
 
     @cached_property
     def lasting_bytes_per_token(self) -> int:
-        """The part of ``bytes_per_token`` that stays when the windows have passed."""
-        return sum(layer.bytes_per_token(self.codec) for layer in self.layers if layer.window is None)
+        """The part of ``bytes_per_token`` that stays when the windows have passed; all may, where chunks are packed."""
+        lasting = (layer for layer in self.layers if layer.keeps.window is None or layer.keeps.packs)
+        return sum(layer.bytes_per_token(self.codec) for layer in lasting)
 
     @cached_property
     def residual_bytes(self) -> int:
@@ -217,9 +213,7 @@ def lay_out(
     """
     codec = codec.in_blocks(block_size)
     kept = [
-        replace(layer, window=None, is_chunked=False, num_sinks=0)
-        if layer.window is not None and max_len is not None and layer.num_sinks + layer.window >= max_len
-        else layer
+        replace(layer, keeps=KEEP_ALL) if max_len is not None and _is_never_passed(layer.keeps, max_len) else layer
         for layer in layers
     ]
     kinds: dict[LayerKV, list[int]] = {}
@@ -236,7 +230,7 @@ def lay_out(
 
     def cut(room: Fraction) -> list[CacheGroup]:
         return [
-            CacheGroup(dealt, kind.num_kv_heads, block_size * times[kind], kind.window, kind.is_chunked, kind.num_sinks)
+            CacheGroup(dealt, kind.num_kv_heads, block_size * times[kind], kind.keeps)
             for kind, indices in kinds.items()
             for dealt in _deal(indices, sizes, room)
         ]
@@ -251,6 +245,11 @@ def lay_out(
     least = min(map(padding, cuts))
     groups = next(groups for groups in cuts if padding(groups) <= least + _MAX_PADDING)
     return CacheLayout(tuple(kept), codec, block_size, tuple(groups), max(used(groups)), state_bytes)
+
+
+def _is_never_passed(keeps: KeepRule, max_len: int) -> bool:
+    """Whether no sequence of at most ``max_len`` tokens is longer than what is kept of it."""
+    return keeps.window is not None and not keeps.packs and keeps.num_sinks + keeps.window >= max_len
 
 
 def _rooms(kinds: list[list[int]], sizes: dict[int, Fraction]) -> list[Fraction]:
@@ -362,6 +361,11 @@ class KVGeometry:
         return tuple(begin + size for begin, size in zip(self.layer_begins, sizes, strict=True))
 
     @cached_property
+    def mark_begin(self) -> int:
+        """Where marks begin in a block of the group that packs, in bytes: behind its cells; 0 where none packs."""
+        return next((self.layer_ends[group.layers[-1]] for group in self.groups if group.keeps.packs), 0)
+
+    @cached_property
     def group_of_layer(self) -> tuple[int, ...]:
         """The index of each layer's group."""
         found = {layer: index for index, group in enumerate(self.groups) for layer in group.layers}
@@ -388,9 +392,7 @@ class KVGeometry:
                 self.num_kv_heads,
                 self.head_dim,
                 self.head_dim,
-                window=keep.window,
-                is_chunked=keep.is_chunked,
-                num_sinks=keep.num_sinks,
+                keeps=keep,
                 codec=self.codec_of(layer) if layer in self.skip_layers else None,
             )
             for layer, keep in enumerate(keeps[: self.num_own_layers])

@@ -75,6 +75,10 @@ class Packing(Lodger):
         """Return how many chunks of ``cache`` a step packs that computes its tokens up to position ``end``."""
         return max(0, self._rule.num_packed(end) - len(cache.chunks))
 
+    def needs_grant(self, cache: SequenceCache, end: int) -> bool:
+        """Whether ``cache`` has other blocks than such a step packs into: it is to be extended."""
+        return self.num_due(cache, end) * self._chunk_blocks != len(cache.granted)
+
     def grant(self, cache: SequenceCache, end: int) -> bool:
         """Give ``cache`` blocks for the chunks that such a step packs; False, with nothing changed, without memory."""
         num_new = self.num_due(cache, end) * self._chunk_blocks - len(cache.granted)

@@ -66,7 +66,7 @@ class Rounding:
 
     def __init__(self, layout: CacheLayout, workload: Workload, num_new: int | None = None) -> None:
         points = max(4, _POINTS // len(workload.lengths))
-        sizes = [group.block_size for group in layout.groups if group.window is None]
+        sizes = [group.block_size for group in layout.groups if group.keeps.window is None]
 
         def shared_blocks(lengths: Lengths) -> int:
             shared = min(workload.prefix_len, lengths.prompt - 1)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from pagefold.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
-from pagefold.kv import LayerKV
+from pagefold.kv import KeepRule, LayerKV
 from pagefold.plan.config_fields import check_fields, check_kinds, lacks
 from pagefold.plan.kept import KEEPS_NOTHING, Kept, kept_of
 from pagefold.plan.layer_kinds import kind_throughout, kinds_of, with_defaults
@@ -220,9 +220,9 @@ def _layer_kv(config: Mapping[str, Any], index: int, kind: str) -> LayerKV | Non
     key_dim = own.get("head_dim", key_dim)
     value_dim = config.get("v_head_dim") or key_dim
     if kind == "sliding_attention":
-        return LayerKV(num_kv_heads, key_dim, value_dim, window=config["sliding_window"])
+        return LayerKV(num_kv_heads, key_dim, value_dim, KeepRule(config["sliding_window"]))
     if kind == "chunked_attention":
-        return LayerKV(num_kv_heads, key_dim, value_dim, window=config["attention_chunk_size"], is_chunked=True)
+        return LayerKV(num_kv_heads, key_dim, value_dim, KeepRule(config["attention_chunk_size"], is_chunked=True))
     return LayerKV(num_kv_heads, key_dim, value_dim)
 
 

@@ -69,10 +69,10 @@ def prefill_operations(shape: ModelShape, num_tokens: int, num_cached: int = 0) 
 
 def _scores(layer: DecoderLayer, num_tokens: int) -> float:
     """Operations of attention when every token up to ``num_tokens`` attends to those before it and itself."""
-    window = None if layer.kv is None else layer.kv.window
+    window = None if layer.kv is None else layer.kv.keeps.window
     if window is None:
         return layer.score_width * num_tokens**2
-    if layer.kv is not None and layer.kv.is_chunked:
+    if layer.kv is not None and layer.kv.keeps.is_chunked:
         num_chunks, rest = divmod(num_tokens, window)
         return layer.score_width * (num_chunks * window**2 + rest**2)
     seen = layer.kv.num_tokens(num_tokens) if layer.kv is not None else num_tokens  # of the last token
@@ -85,8 +85,8 @@ def decode_operations(shape: ModelShape, context: float) -> float:
     attention = 0.0
     for layer in shape.layers:
         seen = context
-        if layer.kv is not None and layer.kv.window is not None:
-            seen = min(context, layer.kv.num_sinks + layer.kv.window)
+        if layer.kv is not None and layer.kv.keeps.window is not None:
+            seen = min(context, layer.kv.keeps.num_sinks + layer.kv.keeps.window)
         attention += 2 * layer.score_width * seen
     return products + attention
 

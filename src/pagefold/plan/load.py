@@ -73,7 +73,7 @@ def plan_load(question: Question, memory: Memory) -> WorkloadPlan:
     rules, num_blocks, simulated = tuple(group.keeps for group in layout.groups), capacity.num_blocks, rounding
     if not _is_simulated_whole(layout):
         # One group that keeps all, in which as many requests fit: likened by the blocks that a request takes.
-        group = replace(layout.groups[0], block_size=layout.block_size, window=None, is_chunked=False, num_sinks=0)
+        group = replace(layout.groups[0], block_size=layout.block_size, keeps=KEEP_ALL)
         simulated = Rounding(replace(layout, groups=(group,), layers=layout.layers[:1], state_bytes=0), workload)
         rules = (KEEP_ALL,)
         num_blocks = max(1, round(num_blocks * simulated.mean_blocks / rounding.mean_blocks))

@@ -96,9 +96,10 @@ def _term(kind: LayerKV, num_layers: int, codec: Codec) -> str:
         what = f"2 (K and V) x {num_layers} layers x {kind.num_kv_heads} KV heads x {key} B (head_dim {kind.key_dim})"
     else:
         what = f"{num_layers} layers x {kind.num_kv_heads} KV heads x ({key} B of K + {value} B of V)"
-    if kind.window is not None:
-        sinks = f"the first {kind.num_sinks:,} and a " if kind.num_sinks else ""
-        what += f" [{sinks}{'chunk' if kind.is_chunked else 'window'} of {kind.window:,} tokens]"
+    keeps = kind.keeps
+    if keeps.window is not None:
+        sinks = f"the first {keeps.num_sinks:,} and a " if keeps.num_sinks else ""
+        what += f" [{sinks}{'chunk' if keeps.is_chunked else 'window'} of {keeps.window:,} tokens]"
     return what if kind.codec is None else f"{what} [{kind.codec.name}]"
 
 

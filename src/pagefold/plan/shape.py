@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from pagefold.errors import ConfigError
-from pagefold.kv import lay_out
+from pagefold.kv import KeepRule, lay_out
 from pagefold.plan.quantized import NOTHING_QUANTIZED, Quantized
 
 if TYPE_CHECKING:
@@ -177,12 +177,12 @@ class ModelShape:
         if most > made_for:
             msg = f"streaming_llm and its sinks are {most} tokens together, and {self.name} was made for {made_for}."
             raise ConfigError(msg, remedy=f"Give at most {made_for - num_sinks} for streaming_llm.")
-        if all(kv.window is not None and kv.window <= most for kv in self.kv_layers):
+        if all(kv.keeps.window is not None and kv.keeps.window <= most for kv in self.kv_layers):
             msg = f"streaming_llm is {window}, and no layer of {self.name} sees more than that and its sinks anyway."
             raise ConfigError(msg, remedy="Leave it out, or give a smaller window.")
         layers = tuple(
-            replace(layer, kv=replace(layer.kv, window=window, is_chunked=False, num_sinks=num_sinks))
-            if layer.kv is not None and (layer.kv.window is None or layer.kv.window > most)
+            replace(layer, kv=replace(layer.kv, keeps=KeepRule(window, num_sinks=num_sinks)))
+            if layer.kv is not None and (layer.kv.keeps.window is None or layer.kv.keeps.window > most)
             else layer
             for layer in self.layers
         )

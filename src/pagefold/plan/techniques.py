@@ -293,7 +293,7 @@ def _token_eviction(now: _Now) -> list[Technique]:
 def _kept_blocks(group: CacheGroup, num_tokens: int, num_new: int | None) -> int:
     """Return the blocks that a sequence keeps of a group; a window that is no longer than what is kept stays whole."""
     kept = max(1, round(KEPT_SHARE * num_tokens))
-    if group.window is not None and group.window <= kept:
+    if group.keeps.window is not None and group.keeps.window <= kept:
         return group.num_blocks_for(num_tokens, num_new)
     return group.num_blocks_for(kept)
 

@@ -14,7 +14,7 @@ from pagefold.kv import CacheGroup, CacheLayout
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pagefold.kv import Codec, LayerKV
+    from pagefold.kv import Codec, KeepRule, LayerKV
 
 __all__ = ["vllm_layout"]
 
@@ -25,14 +25,15 @@ class _Group(CacheGroup):
 
     def num_blocks_for(self, num_tokens: int, num_new: int | None = None) -> int:
         """Return the most blocks that a request of so many tokens holds while steps write ``num_new`` of them."""
-        if self.window is None:
+        window = self.keeps.window
+        if window is None:
             return -(-num_tokens // self.block_size)
         if num_new is None:
             return CacheGroup.num_blocks_for(self, num_tokens)
-        if self.is_chunked:
-            return -(-min(self.window + num_new, num_tokens) // self.block_size)
+        if self.keeps.is_chunked:
+            return -(-min(window + num_new, num_tokens) // self.block_size)
         # A window seldom begins where a block does.
-        return -(-min(self.window - 1 + num_new, num_tokens) // self.block_size) + 1
+        return -(-min(window - 1 + num_new, num_tokens) // self.block_size) + 1
 
 
 def vllm_layout(
@@ -46,21 +47,21 @@ def vllm_layout(
     """
     codec = codec.in_blocks(block_size)
     sizes = [layer.bytes_per_token(codec) for layer in layers]
-    kinds: dict[tuple[int | None, bool, int, int], list[int]] = {}
-    rules = {(layer.window, layer.is_chunked, layer.num_sinks) for layer in layers}
+    kinds: dict[tuple[KeepRule, int], list[int]] = {}
+    rules = {layer.keeps for layer in layers}
     for index, layer in enumerate(layers):
         size = 0 if len(rules) == 1 else sizes[index]
-        kinds.setdefault((layer.window, layer.is_chunked, layer.num_sinks, size), []).append(index)
+        kinds.setdefault((layer.keeps, size), []).append(index)
     counts = [len(indices) for indices in kinds.values()]
     group_size = max(counts) if max(counts) < even_ratio * min(counts) else min(counts)
     largest, groups = max(sizes), []
-    for (window, is_chunked, num_sinks, size), indices in kinds.items():
+    for (keeps, size), indices in kinds.items():
         times = largest // size if size else 1
         num_groups = -(-len(indices) // group_size)
         for first in range(num_groups):
             dealt = tuple(indices[first::num_groups])
             heads = layers[dealt[0]].num_kv_heads
-            groups.append(_Group(dealt, heads, block_size * times, window, is_chunked, num_sinks))
+            groups.append(_Group(dealt, heads, block_size * times, keeps))
     if len(rules) == 1:
         bytes_per_block = block_size * sum(sizes)
     else:

@@ -8,6 +8,11 @@
 Of bfloat16 that a CPU multiplies in pairs, two numbers are a word: K is ``[head_dim / 2][slot]`` words, of two numbers
 of a vector, and V ``[slot / 2][head_dim]`` words, of two slots.
 
+Where chunks are packed (``attention/packed.py``), a block's *marks* lie behind its cells: bits of each token, layer by
+layer, that say of which KV heads its entry is kept::
+
+    marks[layer][slot][head // 8] bit head % 8
+
 On a card both are ``[slot][head_dim]``: a token's K of one head is read in one piece, whatever tile it is part of.
 
 Other kinds of slab have files of their own. What anybody may ask of all of them is here too (``AnySlab``): nobody asks
@@ -89,12 +94,14 @@ class _Blocks(ABC):
         layout: names the arrangement of bytes inside a block.
         block_size: tokens a block.
         head_dim: numbers of a head.
+        mark_begin: where a block's marks begin, in bytes; 0 where it has none.
     """
 
     data: torch.Tensor
     layout: str
     block_size: int
     head_dim: int
+    mark_begin: int = 0
 
     @property
     def num_bytes(self) -> int:
@@ -199,6 +206,8 @@ class Slab(TokenSlab):
         data: ``[num_blocks, num_cells, 2, block_size * head_dim]``.
         head_dim: numbers of a head.
         layout: how K lies in a block.
+        whole: uint8 ``[num_blocks, block_bytes]``, whose first bytes ``data`` is, where there are others; else None.
+        mark_begin: where a block's marks begin, in bytes; 0 for none.
 
     Attributes:
         layout: how K and V lie in a block.
@@ -209,8 +218,17 @@ class Slab(TokenSlab):
         values: view ``[num_blocks, num_cells, block_size, head_dim]``; in pairs ``[..., block_size / 2, 2, head_dim]``.
     """
 
-    def __init__(self, data: torch.Tensor, head_dim: int, layout: str = LAYOUT) -> None:
+    def __init__(
+        self,
+        data: torch.Tensor,
+        head_dim: int,
+        layout: str = LAYOUT,
+        whole: torch.Tensor | None = None,
+        mark_begin: int = 0,
+    ) -> None:
         num_blocks, num_cells, _, numbers = data.shape
+        self._whole = whole
+        self.mark_begin = mark_begin
         self.block_size = size = numbers // head_dim
         self.head_dim = head_dim
         self.layout = layout
@@ -239,8 +257,31 @@ class Slab(TokenSlab):
         assert dtype.itemsize == geometry.element_bytes, "geometry and slab disagree about the element size"
         num_cells = geometry.groups[0].num_cells
         shape = (num_blocks, num_cells, 2, geometry.block_size * geometry.head_dim)
-        data = empty_bytes((num_blocks, math.prod(shape[1:]) * dtype.itemsize), device).view(dtype).view(shape)
-        return cls(data, geometry.head_dim, layout or layout_on(device))
+        num_bytes = math.prod(shape[1:]) * dtype.itemsize
+        layout = layout or layout_on(device)
+        if not geometry.mark_begin:
+            data = empty_bytes((num_blocks, num_bytes), device).view(dtype).view(shape)
+            return cls(data, geometry.head_dim, layout)
+        whole = empty_bytes((num_blocks, geometry.bytes_per_block), device)
+        data = whole[:, :num_bytes].view(dtype).view(shape)
+        return cls(data, geometry.head_dim, layout, whole, geometry.mark_begin)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all blocks."""
+        return self.data.nbytes if self._whole is None else self._whole.nbytes
+
+    def as_bytes(self) -> NDArray[np.uint8] | torch.Tensor:
+        """Return a view of all blocks as bytes; see ``AnySlab``."""
+        if self._whole is None:
+            return super().as_bytes()
+        return self._whole.numpy() if self._whole.device.type == "cpu" else self._whole
+
+    def copy(self, ops: list[CopyOp]) -> None:
+        """Carry out copies, in order."""
+        blocks = self.data if self._whole is None else self._whole
+        for op in ops:
+            blocks[op.dst] = blocks[op.src]
 
     def cells(self) -> SlabCells:
         """Return where the cells' numbers lie: nothing is done to them; see :meth:`TokenSlab.cells`."""

@@ -10,8 +10,9 @@ if TYPE_CHECKING:
     from pagefold.kv import KVCore, Promise
     from pagefold.request import Request
     from pagefold.scheduler.step_in_flight import StepInFlight
+    from pagefold.steps import StepResult
 
-__all__ = ["commit", "publish", "publish_late"]
+__all__ = ["commit", "commit_packed", "publish", "publish_late"]
 
 
 def commit(core: KVCore, promises: list[Promise], behind: StepInFlight | None) -> None:
@@ -60,3 +61,20 @@ def publish(core: KVCore, ends: Iterable[tuple[Request, int]], behind: StepInFli
         if promise is not None:
             promises.append(promise)
     commit(core, promises, behind)
+
+
+def commit_packed(core: KVCore, step: StepInFlight, result: StepResult, behind: StepInFlight | None) -> None:
+    """Let sequences have the chunks that a step packed, and publish them; its promises are committed.
+
+    Args:
+        core: the KV core.
+        step: that ran.
+        result: of it.
+        behind: that of :func:`commit`.
+    """
+    packed = dict(zip(step.plan.packing_rows, result.packed, strict=True))
+    reads = set() if behind is None else behind.caches()
+    for row, request in enumerate(step.requests):
+        cache = request.cache
+        if cache is not None and cache not in reads:
+            core.packing.commit(cache, packed.get(row, ()))

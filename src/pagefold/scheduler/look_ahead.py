@@ -52,7 +52,15 @@ class LookAhead:
             assert not admitted, "admitted, and somebody who runs has no row"
             for promise in reversed(step.promises):
                 self._core.publishing.abandon(promise)
+            self._give_back_grants()
             return None
         queues.running += admitted
         step.note_late()
         return step
+
+    def _give_back_grants(self) -> None:
+        """Nobody packs: the step in flight does not, or nothing would be planned behind it."""
+        if self._core.packing.is_on:
+            for request in self._queues.running:
+                if request.cache is not None:
+                    self._core.packing.give_back(request.cache)

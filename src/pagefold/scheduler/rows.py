@@ -54,7 +54,8 @@ class RowPlanner:
         """
         plan, queues = step.plan, self._queues
         running = queues.running
-        block_size = self._core.block_size
+        block_size, packing = self._core.block_size, self._core.packing
+        packs = packing.is_on
         add_request, add_token = step.requests.append, plan.token_ids.append
         add_start, add_num, add_tables = plan.starts.append, plan.num_tokens.append, plan.tables.append
         add_row, add_sampling, add_sample = plan.sampling_rows.append, plan.sampling.append, step.samples.append
@@ -80,7 +81,8 @@ class RowPlanner:
             if num_tokens > 1:
                 num_tokens = self._core.lodgers.limit(cache, start, num_tokens, len(token_ids))
             end = start + num_tokens
-            if (end > cache.capacity or cache.may_share_tail) and not self._relief.extend(step, request, start, end):
+            needs_blocks = end > cache.capacity or cache.may_share_tail or (packs and packing.needs_grant(cache, end))
+            if needs_blocks and not self._relief.extend(step, request, start, end):
                 if step.is_ahead:
                     return
                 continue  # it was the last, and went itself

@@ -37,7 +37,7 @@ from pagefold.events import (
 from pagefold.request import FinishReason, Request, RequestStatus
 from pagefold.scheduler.admission import Admission
 from pagefold.scheduler.beams import Beams, leaders
-from pagefold.scheduler.committing import commit, publish_late
+from pagefold.scheduler.committing import commit, commit_packed, publish_late
 from pagefold.scheduler.corrupted import end_corrupted
 from pagefold.scheduler.ending import take_tokens
 from pagefold.scheduler.extras import apply_extras
@@ -269,6 +269,8 @@ class Scheduler:
         any_ended = any(request.is_aborted for request in requests)
         if step.filling or step.joins:
             publish_late(core, step, behind)
+        if core.packing.is_on:
+            commit_packed(core, step, result, behind)
         if core.trims:
             self._leaving.trim(requests)
         self.corrupted, self.distrusted = [], set()
@@ -365,6 +367,8 @@ class Scheduler:
             plan.host_ops = self.core.moves.take_host_ops()
             plan.residual_ids = self.core.residuals.ids_of(request.cache for request in step.requests)
             plan.residual_copies = self.core.residuals.take_copies()
+            if self.core.packing.is_on:
+                self._plan_packing(step)
         else:
             assert not self.core.moves.pending_copies, "nobody runs, so nobody waits for a copy"
         num_tokens = len(plan.token_ids)
@@ -373,6 +377,17 @@ class Scheduler:
             StepPlanned(plan.step_id, step.now, plan.num_rows, num_tokens, sum(plan.starts) + num_tokens, drafts)
         )
         return plan
+
+    @staticmethod
+    def _plan_packing(step: StepInFlight) -> None:
+        """Say what rows have of packed chunks, and into which blocks they pack the next ones."""
+        plan = step.plan
+        for row, request in enumerate(step.requests):
+            assert request.cache is not None
+            plan.chunks.append(request.cache.chunks)
+            if request.cache.granted:
+                plan.packing_rows.append(row)
+                plan.granted.append(request.cache.granted)
 
     def _end_late(self, now: float) -> list[Request]:
         late: list[Request] = []

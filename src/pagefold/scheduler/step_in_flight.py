@@ -90,10 +90,10 @@ class StepInFlight:
 
         Samples that fork, masks and penalties depend on them, and so does how many tokens drafts bring. Logprobs are
         made of logits, which the next step overwrites. And what waits to join others' blocks must get a moment when
-        nobody reads its own.
+        nobody reads its own, and so must what packs chunks: only then is it known how many of its blocks stay.
         """
         plan = self.plan
-        if self.forking or plan.drafted or plan.masked or plan.logprob_rows or plan.prompt_parts:
+        if self.forking or plan.drafted or plan.masked or plan.logprob_rows or plan.prompt_parts or plan.packing_rows:
             return True
         return any(plan.histories) or any(promise.is_behind for promise in self.joins)
 

@@ -11,6 +11,9 @@ as much more as the group comes behind it. A row reads of it what the group keep
 Where blocks are sealed, what a row has of its last block is in its residual, and in each group's block only when that
 is full.
 
+Where chunks are packed, which positions of a chunk are kept follows from its cells, and their cells lie in the blocks
+that were granted. A row reads those and no others of what lies before the chunks that it sees whole.
+
 It has a host arena too. A block there is stored together with what was stored, as the real arena's are with a checksum.
 """
 
@@ -18,6 +21,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pagefold.kv.packing import Packed
 from pagefold.steps import DamagedBlocksError, StepResult
 
 if TYPE_CHECKING:
@@ -102,9 +106,10 @@ class ShadowRunner:
         for row, (start, num_tokens) in enumerate(zip(plan.starts, plan.num_tokens, strict=True)):
             self._write(plan, row, start, token_ids[at : at + num_tokens])
             at += num_tokens
+        packed = [self._pack(plan, at) for at in range(len(plan.packing_rows))]
         sampled = zip(plan.sampling_rows, plan.sampled_positions(), plan.seeds, strict=True)
         self._last = [_sampled(self.read_row(plan, row)[:position], seed) for row, position, seed in sampled]
-        return StepResult(self._last)
+        return StepResult(self._last, packed=packed)
 
     def move(self, plan: StepPlan) -> None:
         """Make the stores and loads.
@@ -144,6 +149,9 @@ class ShadowRunner:
             if self._residuals:
                 own = self._own(start, start + num_tokens)
                 self._residuals[plan.residual_ids[row]][own] = [_GARBAGE] * (own.stop - own.start)
+        for row, granted in zip(plan.packing_rows, plan.granted, strict=True):
+            for block in granted if row < num_rows else ():
+                self._slab[block.block_id] = [_GARBAGE] * self._size
 
     def die(self, plan: StepPlan, num_rows: int) -> None:
         """Die in the middle: of what was to be moved and copied nothing is sure, and of the rows some were written."""
@@ -202,7 +210,51 @@ class ShadowRunner:
                 cell = self._slab[block_id][position % self._size] - (group - self.whole_group)
                 if cell != cells[position]:
                     cells[position] = cell
+            if rule.packs:
+                self._read_packed(plan, row, cells)
         return cells
+
+    def _read_packed(self, plan: StepPlan, row: int, cells: list[int]) -> None:
+        """Put what a row reads of packed chunks where it belongs among ``cells``."""
+        for chunk in plan.chunks[row]:
+            positions = chunk.counts
+            assert isinstance(positions, tuple), "what the core keeps is what it was told"
+            assert len(chunk.blocks) == -(-len(positions) // self._size)
+            found = [cell for block in chunk.blocks for cell in self._slab[block.block_id]]
+            for position, cell in zip(positions, found, strict=False):
+                if cell - self._pack_offset != cells[position]:
+                    cells[position] = cell - self._pack_offset
+
+    def _pack(self, plan: StepPlan, at: int) -> list[Packed]:
+        """Pack the chunks of one of a plan's packing rows."""
+        row, granted = plan.packing_rows[at], plan.granted[at]
+        rule = self._rules.packing
+        assert rule is not None, "a row packs, and no group does"
+        assert rule.window is not None, "chunks have a size"
+        table, num_blocks = plan.tables[row][list(self._rules).index(rule)], rule.chunk_blocks(self._size)
+        first, packed = len(plan.chunks[row]), []
+        for number in range(len(granted) // num_blocks):
+            begin = (first + number) * rule.window
+            cells = []
+            for position in range(begin, begin + rule.window):
+                block_id = table.at(position // self._size)
+                assert block_id is not None, f"position {position} was given back, and is to be packed"
+                cells.append(self._slab[block_id][position % self._size])
+            share = 1 + (cells[-1] - self._pack_offset) % 5  # all are kept of some chunks, of others none
+            kept = [at for at, cell in enumerate(cells) if (cell - self._pack_offset) % 7 % 5 >= share - 1]
+            own = granted[number * num_blocks : (number + 1) * num_blocks]
+            for place, block in enumerate(own[: -(-len(kept) // self._size)]):
+                of_block = [cells[at] for at in kept[place * self._size : (place + 1) * self._size]]
+                self._slab[block.block_id][: len(of_block)] = of_block
+            packed.append(Packed(-(-len(kept) // self._size), tuple(begin + at for at in kept)))
+        return packed
+
+    @property
+    def _pack_offset(self) -> int:
+        """How much more the cells of the group that packs are than those of the whole group."""
+        rule = self._rules.packing
+        assert rule is not None, "no group packs"
+        return list(self._rules).index(rule) - self.whole_group
 
     def _put(self, table: BlockTable, position: int, cell: int) -> None:
         self._slab[table.block_ids[position // self._size - table.num_trimmed]][position % self._size] = cell

@@ -18,7 +18,8 @@ from pagefold.kernels.compiled import part, specialised
 from pagefold.kernels.kept import kernel
 from pagefold.kernels.rows import LOG2E
 from pagefold.kernels.team import SYNC_WIDTH, claim, finish, wait
-from pagefold.runner.attention.kernel import NO_SINKS, Scoring, attend, merge, seal, write
+from pagefold.runner.attention.kept_work import tell_counts
+from pagefold.runner.attention.kernel import NO_SINKS, Scoring, attend, merge, pack, seal, write
 from pagefold.runner.attention.kernel_slab import KEY_FORMAT, VALUE_FORMAT, kernel_slab
 from pagefold.runner.attention.scratch import Scratch, make_scratch
 from pagefold.runner.attention.tiles import FLOAT16, INT2, attention_tiles
@@ -61,9 +62,16 @@ class _Operands(NamedTuple):
 
 
 class AttentionRoom:
-    """The dealer and the room to work in, for one slab and one model's heads: what is kept between steps."""
+    """The dealer and the room to work in, for one slab and one model's heads: what is kept between steps.
 
-    def __init__(self, slab: AnySlab, num_heads: int, num_kv_heads: int, num_members: int) -> None:
+    Args:
+        slab: the blocks.
+        num_heads, num_kv_heads: of the model.
+        num_members: of the team.
+        chunk_size: of chunks that are packed; 0 where none are.
+    """
+
+    def __init__(self, slab: AnySlab, num_heads: int, num_kv_heads: int, num_members: int, chunk_size: int = 0) -> None:
         head_dim = slab.head_dim
         self.slab = kernel_slab(slab, num_kv_heads)
         formats = set(map(int, np.unique(self.slab.cells[:, [KEY_FORMAT, VALUE_FORMAT]])))
@@ -71,7 +79,7 @@ class AttentionRoom:
             formats.add(FLOAT16)
         self.tiles = attention_tiles(slab.block_size, head_dim, formats)
         self.group = num_heads // num_kv_heads
-        self.dealer = WorkDealer(len(slab.data), slab.block_size, self.group, seals=slab.seals)
+        self.dealer = WorkDealer(len(slab.data), slab.block_size, self.group, seals=slab.seals, chunk_size=chunk_size)
         num_rows = self.dealer.tokens_per_item * self.group
         self.scratch = make_scratch(num_members, num_rows, self.dealer.split_size, head_dim, self.tiles.lanes)
         self._partials = np.zeros((0, num_heads, head_dim + 2), np.float32)
@@ -123,7 +131,8 @@ class CpuAttention:
         turned: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See :class:`~pagefold.runner.attention.inputs.AttentionBackend`."""
-        room = self._room_for(slab, query.shape[1], key.shape[1])
+        chunk_size = 0 if inputs.packed is None else inputs.packed.chunk_size
+        room = self._room_for(slab, query.shape[1], key.shape[1], chunk_size)
         if self._inputs is not inputs or self._work is None:
             self._inputs, self._work = inputs, room.dealer.deal(inputs)
         work = self._work
@@ -146,11 +155,12 @@ class CpuAttention:
         if self._kernel is None:
             self._kernel = specialised(_run, arguments)
         self._kernel(*arguments)
+        tell_counts(work.kept, inputs.packed)
         return out
 
-    def _room_for(self, slab: AnySlab, num_heads: int, num_kv_heads: int) -> AttentionRoom:
+    def _room_for(self, slab: AnySlab, num_heads: int, num_kv_heads: int, chunk_size: int) -> AttentionRoom:
         if self._room is None or self._slab is not slab or self._room.group != num_heads // num_kv_heads:
-            self._room = AttentionRoom(slab, num_heads, num_kv_heads, self._num_threads)
+            self._room = AttentionRoom(slab, num_heads, num_kv_heads, self._num_threads, chunk_size)
             self._slab, self._inputs, self._kernel = slab, None, None
         return self._room
 
@@ -204,6 +214,7 @@ def _member(tiles, member, num_members, sync, step_work, operands, slab, layer, 
     wait(sync, _WRITE, num_chunks)
     if len(work.seals):
         seal(sync, _SEAL, work, slab, layer, own)
+    pack(sync, _SEAL, work, slab, layer)
     attend(tiles, sync, _ATTEND, num_members, work, query, turned, slab, layer, scoring, own, partials, out)
     if step_work.num_slots:
         merge(sync, _MERGE, work, slab, layer, scoring.sinks, own, partials, out)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from pagefold.runner.attention.device_columns import DeviceColumns
+    from pagefold.runner.attention.packed import PackedInputs
     from pagefold.runner.slab import AnySlab
 
 __all__ = ["AttentionBackend", "AttentionInputs", "GroupInputs"]
@@ -81,6 +82,7 @@ class AttentionInputs:
             a sequence has in this step begins with a block, or ends with the one that it begins in.
         on_device: the same where a card reads it, if it is there already.
         sources: the layer whose K and V each layer reads; empty where each has its own.
+        packed: what was kept of older chunks, of the group that packs; None where none does.
     """
 
     query_starts: NDArray[np.int32]
@@ -90,6 +92,7 @@ class AttentionInputs:
     residual_ids: NDArray[np.int32] | None = None
     on_device: DeviceColumns | None = None
     sources: tuple[int, ...] = ()
+    packed: PackedInputs | None = None
 
     @classmethod
     def of_one_group(

@@ -20,33 +20,26 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from pagefold.kernels.bits import bits_of, to_bfloat16
+from pagefold.kernels.bits import to_bfloat16
 from pagefold.kernels.compiled import part
-from pagefold.kernels.emit import FLOAT_BYTES, LINE_BYTES, call_tile, fetch
 from pagefold.kernels.team import claim, finish, wait
 from pagefold.runner.attention.coded_blocks import (
-    add_centres,
-    add_shifts,
-    bring_query,
-    code_bytes,
-    num_scales,
     raise_tops,
     rotate_back,
-    row_codes,
-    scale_scores,
-    scale_weights,
     write_codes,
 )
 from pagefold.runner.attention.fold import NOTHING, fold
-from pagefold.runner.attention.kernel_slab import KEY_FORMAT, KEY_SCALES, KEYS, VALUE_FORMAT, VALUES
-from pagefold.runner.attention.sealed_blocks import attend_own_blocks, score_channels, seal, write_unsealed
+from pagefold.runner.attention.kept_chunks import attend_kept, pack
+from pagefold.runner.attention.kernel_slab import KEY_FORMAT, KEYS, VALUES
+from pagefold.runner.attention.sealed_blocks import attend_own_blocks, seal, write_unsealed
+from pagefold.runner.attention.split import Item, attend_split, bring_queries
 from pagefold.runner.attention.tiles import FLOAT32, INT2, PAIRS
-from pagefold.runner.attention.work import ALL_SPLITS, SINK_TOKENS, end_seen, first_seen, num_sink_splits
+from pagefold.runner.attention.work import ALL_SPLITS, APART, end_seen, first_seen, num_apart
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["NO_SINKS", "Scoring", "attend", "merge", "seal", "write"]
+__all__ = ["NO_SINKS", "Scoring", "attend", "merge", "pack", "seal", "write"]
 
 _TOKENS_A_MERGE = 4
 
@@ -66,21 +59,6 @@ class Scoring(NamedTuple):
     scale: np.float32
     softcap: np.float32
     sinks: NDArray[np.float32] = NO_SINKS
-
-
-class Item(NamedTuple):
-    """The query rows of a piece of work: some tokens, times the query heads of one KV head.
-
-    Attributes:
-        kv_head: which one.
-        first, end: where its tokens are in the work's.
-        group: query heads a KV head.
-    """
-
-    kv_head: int
-    first: int
-    end: int
-    group: int
 
 
 @part()
@@ -111,110 +89,13 @@ def write(slab, work, layer, t, h, key, value, scratch):
 
 
 @part()
-def into_pairs(tiles, rows, num_numbers, num_rows):
-    """Round the first numbers of float32 rows to bfloat16, where they are: into the first half of each row."""
-    distance = rows.shape[1] * FLOAT_BYTES
-    call_tile(tiles.rows, (rows.ctypes.data, distance, num_numbers, num_rows, rows.ctypes.data, distance))
-
-
-@part()
-def _attend_split(tiles, slab, cell, table, first, num_entries, query, room, acc, softcap, num_ahead):
-    """Attend to ``num_entries`` of a split: ``query`` [R, D], whose row r sees ``[room.hidden[r], room.limits[r])``.
-
-    Leaves the sum of weighted values in ``acc`` [R, D], the largest score in ``room.tops``, the weights' sum in
-    ``room.totals``. ``table[0]`` is the first block that is read, which is the sequence's block ``first``. While V is
-    summed, ``num_ahead`` of the blocks of ``room.ahead`` are fetched.
-    """
-    num_rows, lanes = len(query), tiles.lanes
-    block_size, head_dim = slab.block_size, slab.head_dim
-    scores, blocks, limits, hidden = room.scores, room.blocks, room.limits, room.hidden
-    width = scores.shape[1]
-    parts = slab.cells[cell]
-    key_format, value_format = parts[KEY_FORMAT], parts[VALUE_FORMAT]
-    num_blocks = (num_entries + block_size - 1) // block_size
-    base = slab.codes.ctypes.data + parts[KEYS]
-    is_encoded = num_scales(key_format) + num_scales(value_format) > 0
-    for b in range(num_blocks):
-        blocks[b] = base + np.int64(table[b]) * slab.codes.shape[1]
-        if is_encoded:
-            fetch(blocks[b] + parts[KEY_SCALES] - parts[KEYS])
-    columns_a_block = block_size // lanes
-    num_columns = (num_entries + lanes - 1) // lanes
-    if key_format == INT2:
-        score_channels(tiles, slab, parts, table, num_columns, query, room)
-        num_columns = 0
-    column_bytes = lanes * code_bytes(key_format)
-    panel_step = block_size if key_format == FLOAT32 else block_size * code_bytes(key_format)
-    for c in range(0, num_columns, 2):
-        d = min(c + 1, num_columns - 1)  # an odd one's partner is itself: nobody reads those scores
-        e = min(c + 2, num_columns - 1)
-        f = min(c + 3, num_columns - 1)
-        if value_format != FLOAT32:  # narrow rows end before the processor has noticed that they are a stream
-            for at in range(parts[VALUES] - parts[KEYS], parts[KEY_SCALES] - parts[KEYS], LINE_BYTES):
-                fetch(blocks[c // columns_a_block] + at)
-                fetch(blocks[d // columns_a_block] + at)
-        w0 = blocks[c // columns_a_block] + (c % columns_a_block) * column_bytes
-        w1 = blocks[d // columns_a_block] + (d % columns_a_block) * column_bytes
-        n0 = blocks[e // columns_a_block] + (e % columns_a_block) * column_bytes
-        n1 = blocks[f // columns_a_block] + (f % columns_a_block) * column_bytes
-        call_tile(tiles.scores[key_format], (
-            query.ctypes.data, head_dim, w0, w1, panel_step,
-            scores.ctypes.data + c * lanes * FLOAT_BYTES, width, head_dim, num_rows, n0, n1,
-        ))  # fmt: skip
-    scale_scores(slab, cell, table, first, num_entries, query, room)
-    add_shifts(slab, cell, first, num_rows, num_entries, room, softcap)
-    call_tile(tiles.weights, (
-        scores.ctypes.data, width * FLOAT_BYTES, hidden.ctypes.data, limits.ctypes.data, num_rows, num_entries,
-        bits_of(softcap), room.tops.ctypes.data, room.totals.ctypes.data, int(value_format == PAIRS),
-    ))  # fmt: skip
-    scale_weights(slab, cell, table, num_rows, num_entries, room)
-    ahead, offset = room.ahead, parts[VALUES] - parts[KEYS]
-    for b in range(num_blocks):  # rows of values are found there, too
-        ahead[b] = ahead[b] - offset if b < num_ahead else blocks[b]
-    step = lanes * tiles.vectors
-    num_columns = row_codes(value_format, head_dim)
-    size = code_bytes(value_format)
-    row_step = head_dim if value_format == FLOAT32 else num_columns * size
-    for d in range(0, num_columns, step):
-        at = offset // FLOAT_BYTES + d if value_format == FLOAT32 else offset + d * size
-        call_tile(tiles.values[value_format], (
-            scores.ctypes.data, width, blocks.ctypes.data, num_blocks, block_size, num_entries,
-            at, row_step, acc.ctypes.data + d * FLOAT_BYTES, head_dim, num_rows, ahead.ctypes.data,
-        ))  # fmt: skip
-    add_centres(slab, cell, first, room, acc)
-
-
-@part(forceinline=True)
-def _bring_queries(tiles, work, query, slab, cell, item, scale, scratch):
-    """Take an item's queries, scaled, into ``scratch``, and what each row sees; return the (first, end) of all that."""
-    head_dim, block_size = slab.head_dim, slab.block_size
-    is_sealed = slab.cells[cell, KEY_FORMAT] == INT2
-    begin, end = 2**31 - 1, 0
-    for i in range(item.first, item.end):
-        t = work.tokens[i]
-        limit = end_seen(work, item.kv_head, t)
-        seen_from = first_seen(work.keeps, limit - 1)
-        begin, end = min(begin, seen_from), max(end, limit)
-        for g in range(item.group):
-            row = (i - item.first) * item.group + g
-            scratch.begins[row] = seen_from
-            scratch.ends[row] = (limit - 1) // block_size * block_size if is_sealed else limit
-            for d in range(head_dim):
-                scratch.query[row, d] = query[t, item.kv_head * item.group + g, d] * scale
-            bring_query(slab, cell, scratch.query[row], row, scratch)
-    if slab.cells[cell, KEY_FORMAT] == PAIRS:
-        into_pairs(tiles, scratch.query, head_dim, (item.end - item.first) * item.group)
-    return begin, end
-
-
-@part()
 def _look_ahead(work, slab, layer, index, ahead):
     """Note where the first keys are that item ``index`` will read; return of how many blocks."""
     if index >= len(work.items):
         return 0
     one = work.items[index]
     h, split, s, t = one[0], one[1], one[2], work.tokens[one[3]]
-    if split <= SINK_TOKENS:
+    if split <= APART:
         return 0
     block_size, limit = slab.block_size, end_seen(work, h, t)
     begin = max(split * work.split_size, first_seen(work.keeps, limit - 1))
@@ -256,10 +137,10 @@ def _limit_rows(scratch, num_rows, start, num_entries, block_size):
 def _attend_sinks(tiles, work, turned, slab, cell, s, split, item, scoring, scratch, acc):
     """Attend to those of a split of sequence ``s`` that are sink tokens of an item's rows: any row has some.
 
-    Leaves what :func:`_attend_split` does, and in ``scratch`` the turned queries, and where each row's window begins.
+    Leaves what :func:`attend_split` does, and in ``scratch`` the turned queries, and where each row's window begins.
     """
     num_rows, split_size = (item.end - item.first) * item.group, work.split_size
-    _bring_queries(tiles, work, turned, slab, cell, item, scoring.scale, scratch)
+    bring_queries(tiles, work, turned, slab, cell, item, scoring.scale, scratch)
     num_seen = 0  # by any: others may not have been written
     for row in range(num_rows):
         num_sinks = min(work.keeps.num_sinks, scratch.begins[row])
@@ -269,7 +150,7 @@ def _attend_sinks(tiles, work, turned, slab, cell, s, split, item, scoring, scra
     first = split * split_size // slab.block_size
     table = work.sink_tables[s, item.kv_head if work.sink_tables.shape[1] > 1 else 0, first:]
     query = scratch.query[:num_rows]
-    _attend_split(tiles, slab, cell, table, first, num_seen, query, scratch, acc, scoring.softcap, 0)
+    attend_split(tiles, slab, cell, table, first, num_seen, query, scratch, acc, scoring.softcap, 0)
     raise_tops(slab, cell, num_rows, scratch, scoring.softcap)
 
 
@@ -323,16 +204,20 @@ def attend(tiles, sync, phase, num_members, work, query, turned, slab, layer, sc
         state_tops, state_totals = scratch.state_tops, scratch.state_totals
         cell = work.cells[s * cell_step, layer, h]
         is_sealed = slab.cells[cell, KEY_FORMAT] == INT2
-        if split <= SINK_TOKENS:
-            nth = SINK_TOKENS - split
-            _attend_sinks(tiles, work, turned, slab, cell, s, nth, item, scoring, scratch, acc)
+        if split <= APART:
+            nth = APART - split
+            if work.keeps.packs:
+                bring_queries(tiles, work, query, slab, cell, item, scoring.scale, scratch)
+                attend_kept(tiles, work, slab, layer, s, nth, h, q, scratch, acc, softcap)
+            else:
+                _attend_sinks(tiles, work, turned, slab, cell, s, nth, item, scoring, scratch, acc)
             for row in range(num_rows):
                 t = work.tokens[first + row // group]
                 part = partials[work.first_slots[t] - 1 - nth, h * group + row % group]
                 _keep(part, acc[row], tops[row], totals[row])
             finish(sync, phase)
             continue
-        begin, longest = _bring_queries(tiles, work, query, slab, cell, item, scoring.scale, scratch)
+        begin, longest = bring_queries(tiles, work, query, slab, cell, item, scoring.scale, scratch)
         table = work.tables[s, h * table_step]
         first_split, end_split = split, split + 1
         if split == ALL_SPLITS:
@@ -346,13 +231,13 @@ def attend(tiles, sync, phase, num_members, work, query, turned, slab, layer, sc
                 first_block = (start + num_skipped) // block_size
                 blocks = table[first_block - work.first_blocks[s] :]
                 num_read = num_entries - num_skipped
-                _attend_split(tiles, slab, cell, blocks, first_block, num_read, q, scratch, into, softcap, num_ahead)
+                attend_split(tiles, slab, cell, blocks, first_block, num_read, q, scratch, into, softcap, num_ahead)
                 num_ahead = 0
             else:  # all that is to be seen of the split is a row's own block
                 into[:], tops[:], totals[:] = np.float32(0.0), NOTHING, np.float32(0.0)
             if is_sealed:
                 attend_own_blocks(tiles, work, slab, cell, item, k, scratch, q, into, softcap)
-            if len(scoring.sinks) > 0 or work.keeps.num_sinks > 0:
+            if len(scoring.sinks) > 0 or work.keeps.num_sinks > 0 or work.keeps.packs:
                 raise_tops(slab, cell, num_rows, scratch, softcap)
             for row in range(num_rows):
                 if k == first_split:
@@ -364,8 +249,15 @@ def attend(tiles, sync, phase, num_members, work, query, turned, slab, layer, sc
                     state_tops[row], state_totals[row] = fold(
                         state_tops[row], state_totals[row], state[row], tops[row], totals[row], acc[row]
                     )
+        if split == ALL_SPLITS and work.keeps.packs:  # as many for all tokens of the item
+            for k in range(num_apart(work.keeps, longest - 1, split_size)):
+                attend_kept(tiles, work, slab, layer, s, k, h, q, scratch, acc, softcap)
+                for row in range(num_rows):
+                    state_tops[row], state_totals[row] = fold(
+                        state_tops[row], state_totals[row], state[row], tops[row], totals[row], acc[row]
+                    )
         if split == ALL_SPLITS and work.keeps.num_sinks > 0:
-            for k in range(num_sink_splits(work.keeps, longest - 1, split_size)):
+            for k in range(num_apart(work.keeps, longest - 1, split_size)):
                 _attend_sinks(tiles, work, turned, slab, cell, s, k, item, scoring, scratch, acc)
                 for row in range(num_rows):
                     if scratch.limits[row] > 0:
@@ -420,8 +312,8 @@ def merge(sync, phase, work, slab, layer, sinks, scratch, partials, out):
                 for k in range(1, (limit + work.split_size - 1) // work.split_size - first_split):
                     part = partials[slot + k, head]
                     top, total = fold(top, total, state[:head_dim], part[head_dim], part[head_dim + 1], part[:head_dim])
-                if work.keeps.num_sinks > 0:
-                    for k in range(num_sink_splits(work.keeps, limit - 1, work.split_size)):
+                if work.keeps.num_sinks > 0 or work.keeps.packs:
+                    for k in range(num_apart(work.keeps, limit - 1, work.split_size)):
                         part = partials[slot - 1 - k, head]
                         other_top, other_total = part[head_dim], part[head_dim + 1]
                         top, total = fold(top, total, state[:head_dim], other_top, other_total, part[:head_dim])

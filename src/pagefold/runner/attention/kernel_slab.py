@@ -28,6 +28,7 @@ __all__ = [
     "VALUE_SCALES",
     "CodedBlocks",
     "KernelSlab",
+    "PackedBlocks",
     "SealedBlocks",
     "kernel_slab",
 ]
@@ -62,6 +63,7 @@ class KernelSlab(NamedTuple):
             beginning, for the time of a layer.
         block_size: tokens a block.
         head_dim: D.
+        mark_begin: where a block's marks begin, in bytes; 0 where it has none.
     """
 
     codes: NDArray[np.uint8]
@@ -77,6 +79,7 @@ class KernelSlab(NamedTuple):
     opened: NDArray[np.uint16]
     block_size: int
     head_dim: int
+    mark_begin: int
 
 
 class CodedBlocks(KernelSlab):
@@ -85,6 +88,10 @@ class CodedBlocks(KernelSlab):
 
 class SealedBlocks(KernelSlab):
     """Blocks that are sealed."""
+
+
+class PackedBlocks(KernelSlab):
+    """Blocks of numbers, of which some hold packed chunks."""
 
 
 def kernel_slab(slab: AnySlab, num_kv_heads: int) -> KernelSlab:
@@ -101,6 +108,9 @@ def kernel_slab(slab: AnySlab, num_kv_heads: int) -> KernelSlab:
     residuals = stored.residuals.flatten(2).view(torch.uint16).numpy()
     codes = np.asarray(slab.as_bytes())
     kind = SealedBlocks if slab.seals else CodedBlocks if stored.codecs else KernelSlab
+    if slab.mark_begin:
+        assert kind is KernelSlab, "codes are not packed yet"
+        kind = PackedBlocks
     return kind(
         codes,
         codes.view(np.uint16),
@@ -115,6 +125,7 @@ def kernel_slab(slab: AnySlab, num_kv_heads: int) -> KernelSlab:
         np.zeros((0, num_kv_heads, residuals.shape[2]), np.uint16),
         slab.block_size,
         head_dim,
+        slab.mark_begin,
     )
 
 

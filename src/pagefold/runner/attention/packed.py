@@ -22,7 +22,10 @@ from pagefold.kv import num_blocks_for
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["KeptUnits", "PackedInputs", "Slots", "UnitShape", "Units"]
+__all__ = ["NUM_SINKS", "KeptUnits", "PackedInputs", "Slots", "UnitShape", "Units"]
+
+NUM_SINKS = 4
+"""So many first tokens of a sequence are kept whatever they are (StreamingLLM; Xiao et al., 2023)."""
 
 
 class Units(NamedTuple):
@@ -129,11 +132,14 @@ class PackedInputs:
         num_sinks: how many of the first entries every token sees. They are never packed.
         chunks: of each sequence its packed chunks, the first first: ``num_packed(n)`` of them where it has ``n``
             entries after the step. Sequences may share some.
+        num_old: how many of each sequence's chunks are packed before the step; it packs the others, and says of which
+            layer and head it has kept how many. None where all are.
     """
 
     chunk_size: int
     num_sinks: int
     chunks: tuple[tuple[KeptUnits, ...], ...]
+    num_old: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         assert self.num_sinks <= self.chunk_size, "sinks beyond the first chunk"

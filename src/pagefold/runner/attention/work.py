@@ -22,6 +22,7 @@ import numpy as np
 
 from pagefold.kernels.compiled import part, specialised
 from pagefold.kernels.kept import kernel
+from pagefold.runner.attention.kept_work import KeptWork, kept_work
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -33,13 +34,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ALL_SPLITS",
-    "SINK_TOKENS",
+    "APART",
     "AttentionWork",
     "GroupWork",
     "WorkDealer",
     "end_seen",
     "first_seen",
-    "num_sink_splits",
+    "num_apart",
     "work_of",
 ]
 
@@ -48,10 +49,10 @@ _ROWS = 42
 
 _MIN_SPLIT = 256
 
-ALL_SPLITS, SINK_TOKENS = -1, -2
-"""What an item has instead of a split: its tokens see all of their splits, one after another; or sink tokens only.
+ALL_SPLITS, APART = -1, -2
+"""What an item has instead of a split: its tokens see all of their splits, one after another; or what lies apart.
 
-Those of split ``k`` with ``SINK_TOKENS - k``.
+With ``APART - k`` that are the sink tokens of split ``k``; or, of a group that packs, what was kept of chunk ``k``.
 """
 
 _NOTHING = np.zeros(0, np.int32)
@@ -65,16 +66,20 @@ class Keeps(NamedTuple):
         window: its window; 0 for none.
         is_chunked: whether windows lie side by side.
         num_sinks: how many of the first entries are sink tokens.
+        num_before: how many windows before its own a token sees, where they lie side by side.
+        packs: whether it sees what was kept of those before these.
     """
 
     window: int
     is_chunked: bool
     num_sinks: int
+    num_before: int
+    packs: bool
 
     @classmethod
     def of(cls, rule: KeepRule) -> Keeps:
         """Return what kernels read of a rule."""
-        return cls(rule.window or 0, rule.is_chunked, rule.num_sinks)
+        return cls(rule.window or 0, rule.is_chunked, rule.num_sinks, rule.num_before, rule.packs)
 
 
 class GroupWork(NamedTuple):
@@ -89,16 +94,17 @@ class GroupWork(NamedTuple):
         keeps: which entries a token sees.
         sink_tables: int32 ``[S, Hkv or 1, blocks]``: the first blocks of each sequence, where sink tokens are kept.
         cells: int32 ``[S or 1, L, Hkv]``; those of the group's layers are the group's own.
-        items: int32 ``[I, 5]``: KV head, split or :data:`ALL_SPLITS` or :data:`SINK_TOKENS` and below, sequence whose
+        items: int32 ``[I, 5]``: KV head, split or :data:`ALL_SPLITS` or :data:`APART` and below, sequence whose
             table is read, first and end of its tokens in ``tokens``. Dearest first.
         tokens: int32: the tokens of all items.
         first_slots: int32 ``[T]``: where a token's partial results begin, with that of the first split that it sees; -1
-            for a token that needs none. Before them lie those of the sink tokens, where they are kept: that of split
-            ``k`` at ``first_slots[t] - 1 - k``.
+            for a token that needs none. Before them lie those of what lies apart: that of ``APART - k`` at
+            ``first_slots[t] - 1 - k``.
         split_size: entries a split.
         residual_ids: int32 ``[S]``: where each sequence has its unsealed block; empty where blocks are not sealed.
         first_opened: int32 ``[S]``: where the step has the blocks that each sequence has begun and filled in it.
         seals: int32 ``[N, 3]``: blocks that are full after the step's writes: sequence, KV head, which of its blocks.
+        kept: what is packed, where the group packs.
     """
 
     query_starts: NDArray[np.int32]
@@ -116,6 +122,7 @@ class GroupWork(NamedTuple):
     residual_ids: NDArray[np.int32]
     first_opened: NDArray[np.int32]
     seals: NDArray[np.int32]
+    kept: KeptWork
 
 
 class AttentionWork(NamedTuple):
@@ -127,12 +134,14 @@ class AttentionWork(NamedTuple):
         query_starts, seq_of, cells, split_size, residual_ids, first_opened, seals: of all groups.
         group_of_layer: int32 ``[L]``.
         tables, first_blocks, lengths, sink_tables, first_slots: of each group, one behind the other: ``[G, ...]``.
-        keeps: int32 ``[G, 3]``: of each group the fields of :class:`Keeps`.
+        keeps: int32 ``[G, 5]``: of each group the fields of :class:`Keeps`.
         item_starts: int32 ``[G + 1]``: a group has the items ``[item_starts[g], item_starts[g + 1])``.
         items: int32 ``[I, 5]``: of all groups.
         tokens: int32: the tokens of all items.
         num_slots: of partial results, at most in one group.
         num_opened: blocks that the step's sequences have begun and filled in it, of all sequences.
+        chunk_ids, kept_counts, kept_units, kept_blocks, packs, num_packed_units, block_units: the fields of
+            :class:`~pagefold.runner.attention.kept_work.KeptWork`, of the group that packs.
     """
 
     query_starts: NDArray[np.int32]
@@ -154,6 +163,26 @@ class AttentionWork(NamedTuple):
     first_opened: NDArray[np.int32]
     num_opened: int
     seals: NDArray[np.int32]
+    chunk_ids: NDArray[np.int32]
+    kept_counts: NDArray[np.int32]
+    kept_units: NDArray[np.int32]
+    kept_blocks: NDArray[np.int32]
+    packs: NDArray[np.int32]
+    num_packed_units: NDArray[np.int32]
+    block_units: int
+
+    @property
+    def kept(self) -> KeptWork:
+        """What is packed."""
+        return KeptWork(
+            self.chunk_ids,
+            self.kept_counts,
+            self.kept_units,
+            self.kept_blocks,
+            self.packs,
+            self.num_packed_units,
+            self.block_units,
+        )
 
 
 class _Dealt(NamedTuple):
@@ -173,11 +202,14 @@ class WorkDealer:
         block_size: entries a block.
         group: query heads a KV head.
         seals: whether blocks are sealed when they are full.
+        chunk_size: of chunks that are packed, which splits are then; 0 where none are.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, group: int, *, seals: bool = False) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, group: int, *, seals: bool = False, chunk_size: int = 0
+    ) -> None:
         self._seals = seals
-        self.split_size = block_size * max(1, _MIN_SPLIT // block_size)
+        self.split_size = chunk_size or block_size * max(1, _MIN_SPLIT // block_size)
         self.tokens_per_item = max(1, _ROWS // group)
         self._block_size = block_size
         self._kernel: Callable[..., Any] | None = None
@@ -190,8 +222,11 @@ class WorkDealer:
         tables, lengths = _tables_of(groups), _lengths_of(groups)
         first_blocks = _stacked([group.firsts // np.int32(self._block_size) for group in groups])
         keeps = [Keeps.of(group.keeps) for group in groups]
+        assert all(one.window == self.split_size for one in keeps if one.packs), "a chunk that is packed is a split"
+        assert len(cells) == 1 or not any(one.packs for one in keeps), "chunks are shared, and cells are not"
+        kept = kept_work(inputs)
         dealt = [
-            self._deal_group(inputs, of_group, is_shared=len(cells) == 1)
+            self._deal_group(inputs, of_group, kept, is_shared=len(cells) == 1)
             for of_group in zip(tables, first_blocks, lengths, keeps, strict=True)
         ]
         num_tokens = accumulate((len(one.tokens) for one in dealt), initial=0)
@@ -214,14 +249,25 @@ class WorkDealer:
             first_slots=_stacked([one.first_slots for one in dealt]),
             num_slots=max(one.num_slots for one in dealt),
             split_size=self.split_size,
+            chunk_ids=kept.chunk_ids,
+            kept_counts=kept.counts,
+            kept_units=kept.units,
+            kept_blocks=kept.blocks,
+            packs=kept.packs,
+            num_packed_units=kept.num_units,
+            block_units=kept.block_units,
             **self._unsealed(inputs),
         )
 
-    def _deal_group(self, inputs: AttentionInputs, of_group: tuple[Any, ...], *, is_shared: bool) -> _Dealt:
+    def _deal_group(
+        self, inputs: AttentionInputs, of_group: tuple[Any, ...], kept: KeptWork, *, is_shared: bool
+    ) -> _Dealt:
         """Deal out a group, of which this is what :func:`_deal` takes; tables may be shared if heads' cells are."""
         arguments = (
             inputs.query_starts,
             *of_group,
+            kept.chunk_ids,
+            kept.counts,
             self._owner if is_shared else self._owner[:0],
             self._block_size,
             self.split_size,
@@ -320,7 +366,7 @@ def work_of(work, layer):
         tables=work.tables[g],
         first_blocks=work.first_blocks[g],
         lengths=work.lengths[g],
-        keeps=Keeps(work.keeps[g, 0], work.keeps[g, 1] != 0, work.keeps[g, 2]),
+        keeps=Keeps(work.keeps[g, 0], work.keeps[g, 1] != 0, work.keeps[g, 2], work.keeps[g, 3], work.keeps[g, 4] != 0),
         sink_tables=work.sink_tables[g],
         cells=work.cells,
         items=work.items[work.item_starts[g] : work.item_starts[g + 1]],
@@ -330,6 +376,15 @@ def work_of(work, layer):
         residual_ids=work.residual_ids,
         first_opened=work.first_opened,
         seals=work.seals,
+        kept=KeptWork(
+            work.chunk_ids,
+            work.kept_counts,
+            work.kept_units,
+            work.kept_blocks,
+            work.packs,
+            work.num_packed_units,
+            work.block_units,
+        ),
     )
 
 
@@ -339,7 +394,7 @@ def first_seen(keeps, entry):
     if keeps.window == 0:
         return 0
     if keeps.is_chunked:
-        return entry - entry % keeps.window
+        return max(0, entry - entry % keeps.window - keeps.num_before * keeps.window)
     return max(0, entry + 1 - keeps.window)
 
 
@@ -352,8 +407,10 @@ def end_seen(work, head, t):
 
 
 @part(forceinline=True)
-def num_sink_splits(keeps, entry, split_size):
-    """Return how many splits have sink tokens that ``entry`` sees beside its window."""
+def num_apart(keeps, entry, split_size):
+    """Return how many splits ``entry`` sees of what lies apart: of sink tokens, or what was kept of chunks."""
+    if keeps.packs:
+        return first_seen(keeps, entry) // split_size
     return (min(keeps.num_sinks, first_seen(keeps, entry)) + split_size - 1) // split_size
 
 
@@ -362,13 +419,70 @@ def _put(item, head, split, seq, first, end):
     item[0], item[1], item[2], item[3], item[4] = head, split, seq, first, end
 
 
+@part()
+def _deal_kept(
+    query_starts, lengths, keeps, chunk_ids, num_chunks, members, split_size, tokens_per_item,
+    num_heads, items, costs, tokens, num_items, end,
+):  # fmt: skip
+    """Deal what was kept of chunks to sequences that are dealt split by split, each chunk once for all that have it.
+
+    Return the numbers of items and of their tokens then.
+    """
+    first_of = np.full(num_chunks, -1, np.int32)  # of the sequences that have a chunk, the first
+    last_of, next_of = np.empty(num_chunks, np.int32), np.empty(len(query_starts), np.int32)
+    for h in range(num_heads):
+        head = h if lengths.shape[1] > 1 else 0
+        for k in range(chunk_ids.shape[1]):
+            for s in members:
+                if num_apart(keeps, lengths[s, head] - 1, split_size) > k:
+                    chunk = chunk_ids[s, k]
+                    if first_of[chunk] < 0:
+                        first_of[chunk] = s
+                    else:
+                        next_of[last_of[chunk]] = s
+                    last_of[chunk] = s
+                    next_of[s] = -1
+            for s in members:
+                chunk = chunk_ids[s, k] if num_apart(keeps, lengths[s, head] - 1, split_size) > k else -1
+                if chunk < 0 or first_of[chunk] != s:
+                    continue
+                first_of[chunk] = -1
+                first, other = end, s
+                while other >= 0:
+                    last = query_starts[other + 1]
+                    for t in range(query_starts[other], last):
+                        if num_apart(keeps, lengths[other, head] - (last - t), split_size) > k:
+                            tokens[end] = t
+                            end += 1
+                    other = next_of[other]
+                num_parts = (end - first + tokens_per_item - 1) // tokens_per_item
+                for i in range(num_parts):
+                    a, b = (end - first) * i // num_parts, (end - first) * (i + 1) // num_parts
+                    _put(items[num_items], h, APART - k, s, first + a, first + b)
+                    costs[num_items] = (b - a) * split_size // 2
+                    num_items += 1
+    return num_items, end
+
+
 @kernel()
-def _deal(query_starts, tables, first_blocks, lengths, keeps, owner, block_size, split_size, tokens_per_item):
+def _deal(
+    query_starts,
+    tables,
+    first_blocks,
+    lengths,
+    keeps,
+    chunk_ids,
+    counts,
+    owner,
+    block_size,
+    split_size,
+    tokens_per_item,
+):
     """Return (items, their costs, tokens, first_slots, num_slots); see :class:`AttentionWork`."""
     num_seqs, num_heads = len(query_starts) - 1, max(tables.shape[1], lengths.shape[1])
     table_step, length_step = int(tables.shape[1] > 1), int(lengths.shape[1] > 1)
     num_tokens = query_starts[num_seqs]
-    most_sink_splits = (keeps.num_sinks + split_size - 1) // split_size
+    most_apart = chunk_ids.shape[1] if keeps.packs else (keeps.num_sinks + split_size - 1) // split_size
     blocks_a_split = split_size // block_size
     first_slots = np.full(num_tokens, -1, np.int32)
     num_slots = 0
@@ -379,11 +493,11 @@ def _deal(query_starts, tables, first_blocks, lengths, keeps, owner, block_size,
         for h in range(lengths.shape[1]):
             first_split = first_seen(keeps, lengths[s, h] - num_new) // split_size
             num_splits = max(num_splits, (lengths[s, h] + split_size - 1) // split_size - first_split)
-        max_items += num_heads * (num_splits + num_new + most_sink_splits)
-        max_item_tokens += num_heads * ((num_splits + most_sink_splits) * min(num_new, tokens_per_item) + num_new)
+        max_items += num_heads * (num_splits + num_new + most_apart)
+        max_item_tokens += num_heads * ((num_splits + most_apart) * min(num_new, tokens_per_item) + num_new)
         if num_new < tokens_per_item:
             for t in range(query_starts[s], query_starts[s + 1]):
-                num_slots += most_sink_splits
+                num_slots += most_apart
                 first_slots[t] = num_slots
                 num_slots += num_splits
     items = np.empty((max_items, 5), np.int32)
@@ -404,20 +518,27 @@ def _deal(query_starts, tables, first_blocks, lengths, keeps, owner, block_size,
             continue
         for h in range(num_heads):
             length = lengths[s, h * length_step]
-            for t in range(first, last, tokens_per_item):
+            t = first
+            while t < last:
+                entry = length - (last - t)
                 stop = min(t + tokens_per_item, last)
+                if keeps.packs:  # all tokens of an item see as many chunks whole
+                    stop = min(stop, t + split_size - entry % split_size)
                 _put(items[num_items], h, ALL_SPLITS, s, end, end + stop - t)
-                costs[num_items] = (stop - t) * (length - (last - stop) - first_seen(keeps, length - (last - t)))
+                costs[num_items] = (stop - t) * (length - (last - stop) - first_seen(keeps, entry))
+                if keeps.packs:
+                    costs[num_items] += (stop - t) * first_seen(keeps, entry) // 2
                 num_items += 1
                 for token in range(t, stop):
                     tokens[end] = token
                     end += 1
+                t = stop
     for m in range(num_members if keeps.num_sinks > 0 else 0):
         s = members[m]
         first, last = query_starts[s], query_starts[s + 1]
         for h in range(num_heads):
-            for k in range(num_sink_splits(keeps, lengths[s, h * length_step] - 1, split_size)):
-                _put(items[num_items], h, SINK_TOKENS - k, s, end, end + last - first)
+            for k in range(num_apart(keeps, lengths[s, h * length_step] - 1, split_size)):
+                _put(items[num_items], h, APART - k, s, end, end + last - first)
                 costs[num_items] = (last - first) * min(split_size, keeps.num_sinks - k * split_size)
                 num_items += 1
                 for token in range(first, last):
@@ -427,6 +548,11 @@ def _deal(query_starts, tables, first_blocks, lengths, keeps, owner, block_size,
     heads = np.empty(num_seqs, np.int32)
     tails = np.empty(num_seqs, np.int32)
     sizes = np.empty(num_seqs, np.int32)
+    if keeps.packs:
+        num_items, end = _deal_kept(
+            query_starts, lengths, keeps, chunk_ids, len(counts), members[:num_members], split_size, tokens_per_item,
+            num_heads, items, costs, tokens, num_items, end,
+        )  # fmt: skip
     for h in range(num_heads):
         for split in range(least_split, max_splits):
             start = split * split_size

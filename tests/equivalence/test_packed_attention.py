@@ -1,0 +1,82 @@
+"""The kernel of CPUs where chunks are packed: dense attention under the mask, and the same to the bit however dealt.
+
+Bounds are those of ``runner/test_packed_reference.py``.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from equivalence.attention_cases import Shape
+from equivalence.packed_cases import KEEPERS, PackedCase, cut
+from equivalence.packed_kernel import run_kernel
+from equivalence.settings import long_but
+
+FLOAT32_BOUND = 8e-6
+SMALL = Shape(block_size=16, head_dim=16, num_kv_heads=2, group=2)
+SHAPES = (
+    Shape(block_size=16, head_dim=64, num_kv_heads=3, group=3),
+    Shape(block_size=16, head_dim=32, num_kv_heads=9, group=1),  # marks of two bytes
+    Shape(block_size=32, head_dim=128, num_kv_heads=1, group=4),
+    Shape(block_size=16, head_dim=256, num_kv_heads=1, group=2, num_layers=1),
+)
+
+
+def each(case, size, **how):
+    """Compute sequences that run alone, one behind the other, cut into steps of one size."""
+    return run_kernel(case, [[(seq, n)] for seq, length in enumerate(case.lengths) for n in cut(length, size)], **how)
+
+
+@pytest.mark.parametrize("keeper", KEEPERS)
+@pytest.mark.parametrize("size", [150, 40, 5])
+def test_it_is_dense_attention_under_the_mask(keeper, size):
+    case = PackedCase(SMALL, [150, 40], KEEPERS[keeper], chunk_size=32)
+    case.hold(each(case, size), FLOAT32_BOUND)
+
+
+@pytest.mark.parametrize("shape", long_but(SHAPES, SHAPES[0]), ids=str)
+def test_heads_of_all_sizes_are_dense_attention(shape):
+    case = PackedCase(shape, [300], KEEPERS["half"], chunk_size=64)
+    case.hold(each(case, 170), FLOAT32_BOUND)
+
+
+@pytest.mark.parametrize("change", [{"softcap": 3.0}, {"sink_size": 2.0}], ids=str)
+def test_capped_scores_and_learned_sinks(change):
+    case = PackedCase(SMALL, [150, 77], KEEPERS["half"], chunk_size=32, **change)
+    case.hold(each(case, 60), FLOAT32_BOUND)
+
+
+@st.composite
+def steps_of(draw, lengths, most):
+    """Draw steps in which all tokens of some sequences are computed, of up to so many of each."""
+    steps, left = [], dict(enumerate(lengths))
+    while left:
+        seqs = draw(st.lists(st.sampled_from(sorted(left)), min_size=1, unique=True))
+        steps.append([(seq, min(left[seq], draw(st.one_of(st.just(1), st.integers(1, most))))) for seq in seqs])
+        left = {seq: rest for seq, num in left.items() if (rest := num - dict(steps[-1]).get(seq, 0))}
+    return steps
+
+
+@pytest.mark.parametrize("in_pairs", [False, True], ids=["numbers", "pairs"])
+@settings(max_examples=15, suppress_health_check=list(HealthCheck))
+@given(data=st.data(), seed=st.integers(0, 2**32), keeper=st.sampled_from(sorted(KEEPERS)))
+def test_bits_hang_on_nothing_but_the_sequence(in_pairs, data, seed, keeper):
+    lengths = data.draw(st.lists(st.integers(1, 170), min_size=1, max_size=3))
+    case = PackedCase(SMALL, lengths, KEEPERS[keeper], seed=seed, chunk_size=32)
+    alone = each(case, 1, in_pairs=in_pairs, num_threads=1)
+    dealt = run_kernel(case, data.draw(steps_of(lengths, 170)), in_pairs=in_pairs)
+    for one, other in zip(alone, dealt, strict=True):
+        assert torch.equal(one, other)
+    if not in_pairs:
+        case.hold(alone, FLOAT32_BOUND)
+
+
+def test_pairs_are_near_dense_attention():
+    case = PackedCase(SMALL, [200], KEEPERS["half"], chunk_size=32)
+    (output,) = each(case, 64, in_pairs=True)
+    assert not output.isnan().any()
+    error = (output.double() - case.dense(0)).square().mean().sqrt().item()
+    assert error < 0.01
