@@ -10,12 +10,12 @@ and so is 256 to 511 tokens long. The first tokens are kept whatever they are (S
 
 from __future__ import annotations
 
-from pagefold.runner.attention.packed import NUM_SINKS
-
 __all__ = ["CHUNK", "NUM_SINKS", "concerned_from", "first_whole", "num_older", "older", "sees"]
 
 CHUNK = 256
 """Tokens of a chunk: chunk ``c`` is the positions ``[c * CHUNK, (c + 1) * CHUNK)``."""
+NUM_SINKS = 4
+"""First tokens that everybody sees."""
 
 
 def first_whole(position: int) -> int:

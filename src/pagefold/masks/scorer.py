@@ -12,6 +12,9 @@ from typing import NamedTuple
 
 import torch
 
+from pagefold.masks.rule import NUM_SINKS
+from pagefold.runner.keeping import Keeping
+
 __all__ = ["Scorer"]
 
 
@@ -58,3 +61,7 @@ class Scorer(NamedTuple):
         place = (1 - keep) * (len(self.quantiles) - 1)
         low, high = self.quantiles[math.floor(place)], self.quantiles[math.ceil(place)]
         return torch.full_like(self.biases, float(low + (high - low) * (place - math.floor(place))))
+
+    def keeping(self, keep: float) -> Keeping:
+        """Return by what a runner keeps a share of all that are older; see :meth:`thresholds`."""
+        return Keeping(self.weights, self.thresholds(keep) - self.biases, NUM_SINKS)

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from pagefold.kv import num_blocks_for
+from pagefold.kv import Packed, num_blocks_for
 from pagefold.runner.attention import AttentionInputs, GroupInputs
 from pagefold.runner.attention.cuda.columns import plan_columns
 from pagefold.runner.attention.device_columns import DeviceColumns
+from pagefold.runner.attention.packed import KeptUnits, PackedInputs, UnitShape
 from pagefold.runner.to_device import pack
 
 if TYPE_CHECKING:
@@ -20,10 +21,10 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from pagefold.kv import BlockTable, CacheGroup, KVGeometry
+    from pagefold.kv import BlockTable, CacheGroup, KVGeometry, PackedChunk
     from pagefold.steps import MovesInFlight, StepPlan
 
-__all__ = ["LateTokens", "StepInputs", "fill_in", "late_tokens", "make_inputs", "on_card"]
+__all__ = ["LateTokens", "StepInputs", "fill_in", "late_tokens", "make_inputs", "on_card", "packed_by"]
 
 
 class LateTokens(NamedTuple):
@@ -101,8 +102,50 @@ def make_inputs(plan: StepPlan, geometry: KVGeometry) -> StepInputs:
             cells=np.broadcast_to(cells, (plan.num_rows, *cells.shape)),
             residual_ids=np.array(plan.residual_ids, dtype=np.int32) if plan.residual_ids else None,
             sources=geometry.sources,
+            packed=_packed_inputs(plan, geometry),
         ),
     )
+
+
+def _packed_inputs(plan: StepPlan, geometry: KVGeometry) -> PackedInputs | None:
+    """Return where each row has its older chunks, those included that the step packs; None where none are packed."""
+    rule = next((group.keeps for group in geometry.groups if group.keeps.packs), None)
+    if rule is None:
+        return None
+    assert rule.window is not None, "chunks have a size"
+    shape, num_blocks = (
+        UnitShape(geometry.block_size, geometry.groups[0].num_cells),
+        rule.chunk_blocks(geometry.block_size),
+    )
+    chunks = [[_units_of(chunk) for chunk in row] for row in plan.chunks]
+    num_old = tuple(map(len, chunks))
+    for row, granted in zip(plan.packing_rows, plan.granted, strict=True):
+        ids = np.array([block.block_id for block in granted], np.int32)
+        for own in ids.reshape(-1, num_blocks):
+            counts = np.zeros((geometry.num_layers, geometry.num_kv_heads), np.int32)
+            chunks[row].append(KeptUnits(shape, own, counts))
+    return PackedInputs(rule.window, 0, tuple(map(tuple, chunks)), num_old)
+
+
+def _units_of(chunk: PackedChunk) -> KeptUnits:
+    """Return what a step that packed ``chunk`` told of it."""
+    assert isinstance(chunk.counts, KeptUnits), "the core keeps what it was told"
+    return chunk.counts
+
+
+def packed_by(plan: StepPlan, inputs: StepInputs) -> list[list[Packed]]:
+    """Return what a step has packed, for each of the plan's packing rows, chunk by chunk."""
+    packed = inputs.attention.packed
+    if packed is None or packed.num_old is None:
+        return []
+    found = []
+    for row in plan.packing_rows:
+        of_row = []
+        for chunk in packed.chunks[row][packed.num_old[row] :]:
+            num_blocks = chunk.shape.num_blocks_for(chunk.counts)
+            of_row.append(Packed(num_blocks, replace(chunk, block_ids=chunk.block_ids[:num_blocks])))
+        found.append(of_row)
+    return found
 
 
 def _group_inputs(

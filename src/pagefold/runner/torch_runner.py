@@ -14,9 +14,9 @@ import numpy as np
 import torch
 
 from pagefold.errors import CardMemoryError
-from pagefold.kv import BlockId, BlockTable
+from pagefold.kv import Block, BlockId, BlockTable
 from pagefold.runner.finite import are_finite, broken_rows
-from pagefold.runner.inputs import late_tokens, make_inputs
+from pagefold.runner.inputs import late_tokens, make_inputs, packed_by
 from pagefold.runner.logits import adjust
 from pagefold.runner.logprobs import token_logprobs
 from pagefold.runner.sampler import sample, sample_on_card
@@ -27,7 +27,7 @@ from pagefold.steps import StepPlan, StepResult, TokenLogprobs
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from pagefold.kv import KVGeometry
+    from pagefold.kv import KVGeometry, Packed
     from pagefold.runner.inputs import StepInputs
     from pagefold.runner.slab import AnySlab
     from pagefold.steps import BlockMover, MovesInFlight
@@ -74,11 +74,13 @@ class _Computed(NamedTuple):
         logits: of its sampling rows, ``[R, vocab]``.
         of_prompts: logits of its prompt parts' tokens, ``[P, vocab]``.
         states: of its tokens, ``[T, N]``: see :meth:`Decoder.states`; None where all of them sample.
+        packed: what it has packed, of each of the plan's packing rows. It lasts.
     """
 
     logits: torch.Tensor
     of_prompts: torch.Tensor
     states: torch.Tensor | None
+    packed: list[list[Packed]]
 
 
 class _Broken(NamedTuple):
@@ -124,7 +126,7 @@ class TorchRunner:
         with _memory_for(plan):
             moves = self._begin_moves(plan)
             computed = self._forward(plan, moves)
-            logits, of_prompts, states = computed
+            logits, of_prompts, states, _ = computed
             if moves is not None:
                 moves.verify()
             if plan.prompt_parts:
@@ -144,7 +146,7 @@ class TorchRunner:
         with _memory_for(plan):
             moves = self._begin_moves(plan)
             computed = self._forward(plan, moves)
-            logits, of_prompts, states = computed
+            logits, of_prompts, states, _ = computed
             sampled = sample_on_card(adjust(logits, plan), plan.sampling, plan.seeds, plan.draws)
             self._sampled = sampled
             told = sampled.where(are_finite(logits), ~sampled)  # below 0 where they are not
@@ -208,11 +210,8 @@ class TorchRunner:
         num_sampling = len(logits) - num_parts
         sampled = logits[:num_sampling] if inputs.samples is None else logits[put(inputs.samples, logits.device)]
         all_sample = num_sampling == len(plan.token_ids)
-        return _Computed(sampled, logits[num_sampling:], None if all_sample else self.decoder.states())
-
-    @property
-    def _num_groups(self) -> int:
-        return len(self.geometry.groups)
+        states = None if all_sample else self.decoder.states()
+        return _Computed(sampled, logits[num_sampling:], states, packed_by(plan, inputs))
 
     def seconds_per_token(self) -> float:
         """Measure what prefilling takes a token, before any block is in use."""
@@ -248,25 +247,31 @@ class TorchRunner:
 
     def decoding_step(self) -> StepInputs:
         """Return a decoding step of one row, on block 0: what is the same in all of them."""
-        return make_inputs(_dummy_plan([1], 1, self._num_groups), self.geometry)
+        return make_inputs(_dummy_plan([1], 1, self.geometry), self.geometry)
 
     def run_largest(self, num_tokens: int, num_rows: int) -> None:
         """Run a dummy step of so many tokens and rows that sample, all of them on the same blocks."""
         num_rows = min(num_rows, num_tokens)
-        self.run(_dummy_plan([num_tokens - num_rows + 1, *[1] * (num_rows - 1)], len(self.slab.data), self._num_groups))
+        self.run(_dummy_plan([num_tokens - num_rows + 1, *[1] * (num_rows - 1)], len(self.slab.data), self.geometry))
 
     def _dummy(self, num_tokens: int, num_blocks: int) -> None:
-        self.run(_dummy_plan([num_tokens], num_blocks, self._num_groups))
+        self.run(_dummy_plan([num_tokens], num_blocks, self.geometry))
 
 
-def _dummy_plan(num_tokens: list[int], num_blocks: int, num_groups: int) -> StepPlan:
+def _dummy_plan(num_tokens: list[int], num_blocks: int, geometry: KVGeometry) -> StepPlan:
     """Return a plan whose rows have so many tokens, all on the first blocks, and all sample."""
     table = BlockTable(map(BlockId, range(num_blocks)))
     plan, num_rows = StepPlan(0), len(num_tokens)
     plan.token_ids = array("i", [0] * sum(num_tokens))
     plan.starts, plan.num_tokens = [0] * num_rows, num_tokens
-    plan.tables = [[table] * num_groups for _ in num_tokens]
+    plan.tables = [[table] * len(geometry.groups) for _ in num_tokens]
     plan.residual_ids = [0] * num_rows
+    rule = next((group.keeps for group in geometry.groups if group.keeps.packs), None)
+    if rule is not None:
+        plan.chunks = [[] for _ in num_tokens]
+        due = [rule.num_packed(num) * rule.chunk_blocks(geometry.block_size) for num in num_tokens]
+        plan.packing_rows = [row for row, num in enumerate(due) if num]
+        plan.granted = [[Block(BlockId(at % num_blocks)) for at in range(num)] for num in due if num]
     plan.sampling_rows = list(range(num_rows))
     plan.sampling = [SamplingParams()] * num_rows  # not greedy: the sampler has a kernel too
     plan.seeds, plan.draws = [0] * num_rows, [0] * num_rows
@@ -286,7 +291,7 @@ def _memory_for(plan: StepPlan) -> Iterator[None]:
 
 def _result(plan: StepPlan, token_ids: list[int], broken: _Broken, computed: _Computed) -> StepResult:
     """Return what a step says."""
-    logits, of_prompts, _ = computed
+    logits, of_prompts, _, packed = computed
     rows = {plan.sampling_rows[place] for place in broken.places}
     if broken.tokens:
         rows.update(np.searchsorted(np.cumsum(plan.num_tokens), broken.tokens, side="right").tolist())
@@ -295,7 +300,7 @@ def _result(plan: StepPlan, token_ids: list[int], broken: _Broken, computed: _Co
         rows_of_prompts = list(parts)
         rows.update(rows_of_prompts[at] for at in broken_rows(of_prompts))
     logprobs = _sampled_logprobs(plan, logits, token_ids)
-    return StepResult(token_ids, logprobs, _prompt_logprobs(plan, of_prompts), sorted(rows))
+    return StepResult(token_ids, logprobs, _prompt_logprobs(plan, of_prompts), sorted(rows), packed)
 
 
 def _ignore(_plan: StepPlan, _logits: torch.Tensor) -> None:

@@ -11,7 +11,6 @@ from pagefold.kernels.compiled import part, part_with
 from pagefold.kernels.team import claim, finish, wait
 from pagefold.runner.attention.fold import NOTHING
 from pagefold.runner.attention.kernel_slab import KEY_FORMAT, KEYS, VALUES, PackedBlocks
-from pagefold.runner.attention.packed import NUM_SINKS
 from pagefold.runner.attention.split import attend_found
 from pagefold.runner.attention.tiles import PAIRS
 from pagefold.runner.attention.work import end_seen
@@ -28,14 +27,13 @@ def _mark_place(slab, work, layer, slot, h):
 
 
 @part_with(PackedBlocks)
-def mark(slab, work, layer, t, scores, thresholds):
+def mark(slab, work, layer, t, scores, thresholds, num_sinks):
     """Note of which KV heads the entry of token ``t`` is kept: where its score is not below the threshold.
-
-    The first entries of a sequence always are.
 
     Args:
         scores: of the KV heads; there may be other numbers behind them.
         thresholds: of the KV heads.
+        num_sinks: so many first entries of a sequence are kept whatever their scores.
     """
     s = work.seq_of[t]
     entry = end_seen(work, 0, t) - 1
@@ -44,7 +42,7 @@ def mark(slab, work, layer, t, scores, thresholds):
         at = _mark_place(slab, work, layer, entry % slab.block_size, h)
         if h % 8 == 0:
             slab.codes[block, at] = 0
-        if entry < NUM_SINKS or scores[h] >= thresholds[h]:
+        if entry < num_sinks or scores[h] >= thresholds[h]:
             slab.codes[block, at] |= 1 << h % 8
 
 

@@ -22,10 +22,7 @@ from pagefold.kv import num_blocks_for
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["NUM_SINKS", "KeptUnits", "PackedInputs", "Slots", "UnitShape", "Units"]
-
-NUM_SINKS = 4
-"""So many first tokens of a sequence are kept whatever they are (StreamingLLM; Xiao et al., 2023)."""
+__all__ = ["KeptUnits", "PackedInputs", "Slots", "UnitShape", "Units"]
 
 
 class Units(NamedTuple):

@@ -16,6 +16,7 @@ from pagefold.kernels.formats import PANEL_WIDTH, num_panels
 from pagefold.kernels.rows import row_tiles
 from pagefold.kernels.team import SYNC_WIDTH, ends
 from pagefold.runner.attention.cpu import AttentionRoom, scoring_of
+from pagefold.runner.attention.kept_work import tell_counts
 from pagefold.runner.fused.kernel import (
     TOKENS_A_CHUNK,
     DecoderRoom,
@@ -51,6 +52,7 @@ class FusedDecoder:
         slab: where its KV is.
         num_threads: how many work together.
         keeps_sinks: whether any layers keep sink tokens.
+        chunk_size: of chunks that are packed; 0 where none are.
         on_queries: told each layer's queries of a step, which are kept for it then; None for nobody.
     """
 
@@ -62,6 +64,7 @@ class FusedDecoder:
         *,
         num_threads: int,
         keeps_sinks: bool = False,
+        chunk_size: int = 0,
         on_queries: OnQueries | None = None,
     ) -> None:
         self._on_queries = on_queries
@@ -74,7 +77,7 @@ class FusedDecoder:
         self._scoring = scoring_of(config.attention_scale, config.attention_softcap)
         self._packed = packed
         self._weights = packed.weights
-        self._attention = AttentionRoom(slab, self._num_heads, self._num_kv_heads, self._num_threads)
+        self._attention = AttentionRoom(slab, self._num_heads, self._num_kv_heads, self._num_threads, chunk_size)
         by_rows = row_tiles()
         activation = by_rows.gelu if config.activation == "gelu" else by_rows.silu
         self._tiles = DecoderTiles(*packed.tiles, by_rows.norm, by_rows.cap, activation)
@@ -119,6 +122,7 @@ class FusedDecoder:
             self._kernel = specialised(run_decoder, arguments)
         self._began = time.monotonic()
         self._kernel(*arguments)
+        tell_counts(work.kept, inputs.attention.packed)
         if self._on_queries is not None:
             for layer, rows in enumerate(self._room.qkv):
                 queries = torch.from_numpy(rows[:num_tokens, : self._num_heads * self._head_dim])

@@ -22,7 +22,8 @@ from pagefold.kernels.emit import call_tile
 from pagefold.kernels.kept import kernel
 from pagefold.kernels.team import claim, finish, finish_all, wait
 from pagefold.runner.attention.cpu import member_scratch
-from pagefold.runner.attention.kernel import Scoring, attend, merge, seal, write
+from pagefold.runner.attention.kept_chunks import mark
+from pagefold.runner.attention.kernel import Scoring, attend, merge, pack, seal, write
 from pagefold.runner.attention.work import work_of
 from pagefold.runner.fused.pieces import ahead_of, claim_piece, deal, following_in
 
@@ -86,7 +87,8 @@ class DecoderRoom(NamedTuple):
             residual stream; ``[0, ...]`` in models that norm no products.
         normed: float32 ``[max(T, R, members * TOKENS_A_CHUNK), >= E]``: norms of all rows; where the format has rows of
             its own, each member has a chunk's norms here until it has turned them into these.
-        qkv: float32 ``[1 or L, T, >= (H + 2 * Hkv) * D]``: of one layer after another, or of all of them.
+        qkv: float32 ``[1 or L, T, >= (H + 2 * Hkv) * D + S]``, with the scores of entries last: of one layer after
+            another, or of all of them.
         turned: float32 ``[T, H, D]``: queries as they look at sink tokens; of no tokens in models that keep none.
         attended: float32 ``[T, H, D]``.
         inner: float32 ``[max(T, R), >= F]``.
@@ -363,7 +365,7 @@ def _turn(heads, ropes, keeps, position, turned):
 
 @part()
 def _place(tiles, sync, phase, weights, step, work, layer, room, qkv, attention):
-    """Biases, norms and rope of q and k; K and V go into their blocks."""
+    """Biases, norms and rope of q and k; K and V go into their blocks, and marks of what is kept."""
     num_tokens = len(step.token_ids)
     num_heads, head_dim = room.attended.shape[1], room.attended.shape[2]
     num_kv_heads = work.cells.shape[2]
@@ -403,6 +405,8 @@ def _place(tiles, sync, phase, weights, step, work, layer, room, qkv, attention)
                 value = key + num_kv_heads * head_dim
                 vectors = row[key : key + head_dim], row[value : value + head_dim]
                 write(attention.slab, work, layer, t, h, vectors[0], vectors[1], attention.scratch)
+            if work.keeps.packs:
+                mark(attention.slab, work, layer, t, row[num_columns:], weights.thresholds[layer], weights.num_sinks)
         finish(sync, phase)
     wait(sync, phase, num_chunks)
 
@@ -418,6 +422,7 @@ def _attend(tiles, team, phase, layer, weights, step, attention, room, qkv):
     _place(tiles, sync, phase, weights, step, work, layer, room, qkv, attention)
     if len(work.seals):
         seal(sync, phase + 1, work, slab, layer, scratch)
+    pack(sync, phase + 1, work, slab, layer)
     attend(
         attention.tiles, sync, phase + 2, team.num_members, work, query, room.turned, slab, layer, attention.scoring,
         scratch, partials, out,

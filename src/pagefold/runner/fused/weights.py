@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from pagefold.kernels.formats import FormatTiles, ProductFormat
     from pagefold.runner.fused.families import FusedConfig
     from pagefold.runner.fused.formats import DecoderFormats
+    from pagefold.runner.keeping import Keeping
 
 __all__ = ["DecoderWeights", "PackedModel", "pack_model", "packed_bytes"]
 
@@ -41,7 +42,9 @@ class DecoderWeights(NamedTuple):
     are multiplied by: where a model adds 1 to its weights, they have it.
 
     Attributes:
-        qkv: panels ``[L, ceil((H + 2 * Hkv) * D / W), ...]``, of K = E.
+        qkv: panels ``[L, ceil(((H + 2 * Hkv) * D + S) / W), ...]``, of K = E. S is Hkv where entries have scores, which
+            are the last columns; else 0.
+        thresholds: float32 ``[L, Hkv]``: the least scores that are kept, or ``[0, 0]`` without scores.
         bias: float32 ``[L, (H + 2 * Hkv) * D]``, or ``[0, 0]`` without.
         head_norms: float32 ``[L, 2, D]``: of q and of k; or ``[0, 2, 0]`` without.
         out: panels ``[L, ceil(E / W), ...]``, of K = H * D.
@@ -58,9 +61,11 @@ class DecoderWeights(NamedTuple):
         logit_softcap: of logits; 0 for none.
         epsilon: of the norms.
         intermediate: F.
+        num_sinks: so many first entries are kept whatever their scores.
     """
 
     qkv: NDArray[np.uint8]
+    thresholds: NDArray[np.float32]
     bias: NDArray[np.float32]
     head_norms: NDArray[np.float32]
     out: NDArray[np.uint8]
@@ -77,6 +82,7 @@ class DecoderWeights(NamedTuple):
     logit_softcap: np.float32
     epsilon: np.float32
     intermediate: int
+    num_sinks: int
 
 
 class PackedModel(NamedTuple):
@@ -108,7 +114,7 @@ _PRODUCT_NORMS = "post_attention_layernorm.weight", "post_feedforward_layernorm.
 _HEAD_NORMS = "self_attn.q_norm.weight", "self_attn.k_norm.weight"
 
 
-def packed_bytes(config: FusedConfig, num_positions: int, formats: DecoderFormats) -> int:
+def packed_bytes(config: FusedConfig, num_positions: int, formats: DecoderFormats, *, has_scores: bool = False) -> int:
     """Return what :attr:`PackedModel.num_bytes` will be, to the byte: whole panels, scales, and float32 of the rest.
 
     That is also of the tables of ropes, which have cosines and sines of each of ``num_positions``.
@@ -123,9 +129,10 @@ def packed_bytes(config: FusedConfig, num_positions: int, formats: DecoderFormat
         return num_panels(num_columns) * form.panel_bytes(num_k)
 
     products = formats.products
-    layer = panels(products, num_qkv, hidden) + panels(products, hidden, num_out)
+    num_scores = has_scores * config.num_kv_heads
+    layer = panels(products, num_qkv + num_scores, hidden) + panels(products, hidden, num_out)
     layer += 2 * panels(products, inner, hidden) + panels(products, hidden, inner)
-    numbers = (2 + 2 * config.has_product_norms) * hidden
+    numbers = (2 + 2 * config.has_product_norms) * hidden + num_scores
     numbers += config.has_biases * num_qkv + config.has_head_norms * 2 * head_dim
     tables = panels(products, config.vocab_size, hidden)
     if not config.is_tied:
@@ -134,7 +141,9 @@ def packed_bytes(config: FusedConfig, num_positions: int, formats: DecoderFormat
     return num_layers * (layer + FLOAT_BYTES * numbers) + FLOAT_BYTES * (hidden + of_ropes) + tables
 
 
-def pack_model(config: FusedConfig, folder: Path, num_positions: int, formats: DecoderFormats) -> PackedModel:
+def pack_model(
+    config: FusedConfig, folder: Path, num_positions: int, formats: DecoderFormats, keeping: Keeping | None = None
+) -> PackedModel:
     """Read and pack a model, on all cores.
 
     Args:
@@ -142,6 +151,7 @@ def pack_model(config: FusedConfig, folder: Path, num_positions: int, formats: D
         folder: where its weights are, in any float type.
         num_positions: how many positions a sequence can have.
         formats: of the matrices.
+        keeping: by which scores entries are kept; None where all are.
 
     Raises:
         UnsupportedModelError: the weights are not those that the config asks for.
@@ -151,6 +161,7 @@ def pack_model(config: FusedConfig, folder: Path, num_positions: int, formats: D
     num_layers, hidden, inner = config.num_layers, config.hidden_size, config.intermediate_size
     num_out = config.num_heads * config.head_dim
     num_qkv = num_out + 2 * config.num_kv_heads * config.head_dim
+    num_scores = 0 if keeping is None else config.num_kv_heads
 
     def panels(num_columns: int, num_k: int, every: int = 1) -> NDArray[np.uint8]:
         shape = num_layers, every * num_panels(num_columns), formats.products.panel_bytes(num_k)
@@ -159,7 +170,7 @@ def pack_model(config: FusedConfig, folder: Path, num_positions: int, formats: D
     def pack(matrix: torch.Tensor, into: NDArray[np.uint8]) -> None:
         formats.products.pack(matrix.numpy(), into)
 
-    qkv, out, down = panels(num_qkv, hidden), panels(hidden, num_out), panels(hidden, inner)
+    qkv, out, down = panels(num_qkv + num_scores, hidden), panels(hidden, num_out), panels(hidden, inner)
     gate_up = panels(inner, hidden, every=2)
 
     @torch.inference_mode()
@@ -167,7 +178,10 @@ def pack_model(config: FusedConfig, folder: Path, num_positions: int, formats: D
         def tensor(name: str) -> torch.Tensor:
             return checkpoint.tensor(f"model.layers.{index}.{name}")
 
-        pack(torch.cat([tensor(f"self_attn.{one}_proj.weight") for one in "qkv"]), qkv[index])
+        rows = [tensor(f"self_attn.{one}_proj.weight") for one in "qkv"]
+        if keeping is not None:
+            rows.append(keeping.weights[index])
+        pack(torch.cat(rows), qkv[index])
         pack(tensor("self_attn.o_proj.weight"), out[index])
         pack(tensor("mlp.gate_proj.weight"), gate_up[index, 0::2])
         pack(tensor("mlp.up_proj.weight"), gate_up[index, 1::2])
@@ -188,6 +202,7 @@ def pack_model(config: FusedConfig, folder: Path, num_positions: int, formats: D
     weights = DecoderWeights(
         **_numbers_of(config, checkpoint)._asdict(),
         qkv=qkv,
+        thresholds=_nothing(0, 0) if keeping is None else keeping.thresholds.float().numpy(),
         out=out,
         gate_up=gate_up,
         down=down,
@@ -199,6 +214,7 @@ def pack_model(config: FusedConfig, folder: Path, num_positions: int, formats: D
         logit_softcap=np.float32(config.logit_softcap),
         epsilon=np.float32(config.epsilon),
         intermediate=inner,
+        num_sinks=0 if keeping is None else keeping.num_sinks,
     )
     if embedding is not head:
         tiles = tiles._replace(column=formats.embedding.tiles().column)
