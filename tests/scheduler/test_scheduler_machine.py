@@ -740,12 +740,11 @@ class Machine:
             return
         head = scheduler.waiting[0]
         num_groups, num_new = len(self.setup.rules), self.setup.max_num_batched_tokens
-        needed = core.rules.num_blocks_for(head.num_tokens + 1, num_new) + len(head.forks) * num_groups
+        needed = core.num_blocks_for(head.num_tokens + 1, num_new, is_expected=True) + len(head.forks) * num_groups
         needed += int(self.setup.num_blocks * 0.01)
         for request in scheduler.running:
-            needed += (
-                core.rules.num_blocks_for(request.num_tokens, num_new, request.cache) + len(request.forks) * num_groups
-            )
+            needed += core.num_blocks_for(request.num_tokens, num_new, request.cache, is_expected=True)
+            needed += len(request.forks) * num_groups
         assert needed > core.num_available + core.pool.num_pinned, f"{head} could run"
         self._saw("waits for memory")
 

@@ -117,6 +117,8 @@ class EngineConfig:
             attend to more otherwise. What lies between is given back: beyond both together outputs are not those of the
             model. ``max_model_len`` may be beyond what that was made for then, if it is a number. None for all.
         streaming_llm_sinks: how many of the first tokens stay beside them.
+        kv_keep: the share of older tokens that is kept, by layer and KV head (see ``masks/``), above 0 and below 1.
+            What is dropped is given back: outputs are not those of the model. None for all.
         max_model_len: longest prompt and output together, in tokens; None for what the model was made for, ``auto``
             for as much of that as the budget holds.
         max_num_seqs: sequences running at once.
@@ -214,6 +216,14 @@ class EngineConfig:
     streaming_llm_sinks: Annotated[
         int, Flag("How many of the first tokens stay in sight with --streaming-llm.", metavar="TOKENS")
     ] = _NUM_SINKS
+    kv_keep: Annotated[
+        float | None,
+        Flag(
+            "Keep so large a share of the tokens before the last ones, by layer and KV head, and give back the rest. "
+            "Outputs are not the model's.",
+            metavar="SHARE",
+        ),
+    ] = None
     max_model_len: Annotated[
         int | Literal["auto"] | None,
         Flag("Longest prompt and output together; auto for as much as the budget holds.", metavar="TOKENS|auto"),
@@ -314,6 +324,7 @@ class EngineConfig:
             )
         self._check_pins()
         self._check_sinks()
+        self._check_keep()
 
     @property
     def max_draft_tokens(self) -> int:
@@ -362,6 +373,25 @@ class EngineConfig:
             raise _bad("streaming_llm", self.streaming_llm, f"at least a block of {self.block_size} tokens")
         if self.allow_streaming:
             msg = "streaming_llm and allow_streaming are set: what one gives back the other would read where it lies."
+            raise ConfigError(msg, remedy="Leave one of them out.")
+
+    def _check_keep(self) -> None:
+        if self.kv_keep is None:
+            return
+        if not 0 < self.kv_keep < 1:
+            raise _bad("kv_keep", self.kv_keep, "above 0 and below 1; left out, all is kept")
+        others = {
+            "streaming_llm": self.streaming_llm is not None,
+            "allow_streaming": self.allow_streaming,
+            "kv_offloading_size": self.kv_offloading_size > 0,
+            "kv_disk_path": self.kv_disk_path is not None,
+            "kv_remote_url": self.kv_remote_url is not None,
+            "kv_cache_dtype": self.kv_cache_dtype != "auto",
+            "speculative_config": self.speculative_config is not None,
+        }
+        beside = next((name for name, is_set in others.items() if is_set), None)
+        if beside is not None:
+            msg = f"kv_keep and {beside} are set, which do not go together yet."
             raise ConfigError(msg, remedy="Leave one of them out.")
 
     def _check_pins(self) -> None:

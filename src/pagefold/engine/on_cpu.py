@@ -8,6 +8,7 @@ from pagefold.config import available_cpus, available_memory_bytes
 from pagefold.engine.blocks import allocate_blocks, host_bytes_for
 from pagefold.engine.draft_model import line_of_draft
 from pagefold.engine.hardware import Ready
+from pagefold.masks.rule import CHUNK
 from pagefold.memory.capacity import NO_SHARE, Capacity, DraftShare, check_room, plan_capacity
 
 if TYPE_CHECKING:
@@ -65,6 +66,9 @@ class OnCpu:
     def lines(self, blueprint: Blueprint) -> list[str]:
         """Return what fits, and in which formats the fused decoder computes."""
         lines = blueprint.capacity.lines() + _lines_of_sinks(blueprint)
+        if blueprint.mask is not None:
+            what = f"{blueprint.config.kv_keep:.0%} of what is older than {CHUNK} to {2 * CHUNK} tokens"
+            lines.append(f"keeps      {what}: outputs are not the model's")
         if blueprint.draft is not None:
             lines.append(line_of_draft(blueprint.draft, _weight_bytes(blueprint.draft)))
         if blueprint.is_fused:
@@ -85,7 +89,9 @@ class OnCpu:
             from pagefold.runner.fused.weights import pack_model  # noqa: PLC0415
 
             assert spec.fused is not None, "a fused decoder of a model that it does not compute"
-            packed = pack_model(spec.fused, spec.folder, max_model_len, blueprint.formats)
+            mask = blueprint.mask
+            keeping = None if mask is None else mask.keeping
+            packed = pack_model(spec.fused, spec.folder, max_model_len, blueprint.formats, keeping)
             num_threads = config.threads or available_cpus()
             return FusedDecoder(
                 spec.fused,
@@ -93,6 +99,7 @@ class OnCpu:
                 slab,
                 num_threads=num_threads,
                 keeps_sinks=any(keep.num_sinks for keep in blueprint.geometry.keeps),
+                chunk_size=0 if mask is None else CHUNK,
                 on_queries=on_queries,
             )
         from pagefold.runner.attention import choose_backend  # noqa: PLC0415
@@ -167,7 +174,8 @@ def _weight_bytes(blueprint: Blueprint) -> int:
     assert blueprint.spec.fused is not None, "a fused decoder of a model that it does not compute"
     asked, longest = blueprint.config.max_model_len, blueprint.limit.length
     num_positions = asked if isinstance(asked, int) else longest
-    return packed_bytes(blueprint.spec.fused, num_positions, blueprint.formats)
+    has_scores = blueprint.mask is not None
+    return packed_bytes(blueprint.spec.fused, num_positions, blueprint.formats, has_scores=has_scores)
 
 
 def _codes_a_byte(geometry: KVGeometry) -> int:

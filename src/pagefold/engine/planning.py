@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from pagefold.config import cache_dir
 from pagefold.engine.blueprint import Blueprint, without_windows
 from pagefold.engine.draft_model import capacity_of_draft, check_device, check_draft, draft_config, longest_of
+from pagefold.engine.masking import check_masking, find_mask, packing_keeps
 from pagefold.engine.on_card import OnCard
 from pagefold.engine.on_cpu import OnCpu
 from pagefold.errors import ConfigError
@@ -79,15 +80,19 @@ def _shape_of(config: EngineConfig, progress: Progress | None) -> Blueprint:
     check_attention(config, device, dtype, spec.head_dim)
     not_fused = _why_not_fused(config, spec, name, device)
     _check_fused(config, spec, not_fused)
-    geometry = geometry_of(config, spec, dtype)
+    geometry, mask = geometry_of(config, spec, dtype), None
     if config.streaming_llm is not None:
         _check_streaming(config, spec, device)
         geometry = replace(geometry, keeps=_streaming_keeps(config, spec))
+    elif config.kv_keep is not None:
+        check_masking(config, spec, not_fused)
+        geometry = replace(geometry, keeps=packing_keeps(spec))
+        mask = find_mask(config, spec)
     elif not without_windows(config):
         geometry = replace(geometry, keeps=spec.keeps_within(_longest(config, spec)))  # else the window is the limit
     assert device == "cpu" or card is not None, "it was chosen"
     card = None if device == "cpu" else card
-    return Blueprint(config, spec, geometry, _NOTHING, dtype, not_fused, device, card)
+    return Blueprint(config, spec, geometry, _NOTHING, dtype, not_fused, device, card, mask=mask)
 
 
 def _check_streaming(config: EngineConfig, spec: ModelSpec, device: str) -> None:

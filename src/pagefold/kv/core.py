@@ -270,15 +270,19 @@ class KVCore:
             return False
         return not self.packing.is_on or self.packing.grant(cache, end)
 
-    def num_blocks_for(self, num_tokens: int, num_new: int, cache: SequenceCache | None = None) -> int:
+    def num_blocks_for(
+        self, num_tokens: int, num_new: int, cache: SequenceCache | None = None, *, is_expected: bool = False
+    ) -> int:
         """Return the most blocks of the device that a sequence takes at once until it has ``num_tokens``.
 
         Args:
             num_tokens: how many it will have.
             num_new: the most that one step computes of it.
             cache: what it has already, if it has begun; that is not counted.
+            is_expected: whether as much of older chunks is kept as has been of others; else all may be.
         """
-        num_blocks = self.rules.num_blocks_for(num_tokens, num_new, cache)
+        kept_share = self.packing.expected_share if is_expected and self.packing.is_on else 1.0
+        num_blocks = self.rules.num_blocks_for(num_tokens, num_new, cache, kept_share)
         return num_blocks if cache is None else self.lodgers.growth(cache, num_tokens, num_blocks)
 
     def trim(self, cache: SequenceCache, num_tokens: int) -> None:

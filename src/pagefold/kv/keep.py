@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -100,12 +101,18 @@ class KeepRule:
             return range(first, num_blocks)
         return (*range(self.num_sink_blocks(block_size)), *range(first, num_blocks))
 
-    def num_blocks_for(self, num_tokens: int, num_new: int, block_size: int) -> int:
+    def num_blocks_for(self, num_tokens: int, num_new: int, block_size: int, kept_share: float = 1.0) -> int:
         """Return the most blocks that a sequence of ``num_tokens`` holds while steps write up to ``num_new`` of them.
 
         The tokens of a window seldom begin where a block does, so they lie in one block more than they fill. And one
-        more is kept: the last that is published, where the sequence goes on from in the prefix tree. Of packed chunks
-        all may have been kept.
+        more is kept: the last that is published, where the sequence goes on from in the prefix tree.
+
+        Args:
+            num_tokens: of the sequence.
+            num_new: the most that one step computes of it.
+            block_size: tokens a block.
+            kept_share: of the blocks that are granted for a chunk, how many it fills when it is packed: all of them at
+                most. One chunk, as it is granted, comes on top.
         """
         num_blocks = num_blocks_for(num_tokens, block_size)
         if self.window is None:
@@ -114,7 +121,9 @@ class KeepRule:
         num_whole = min(num_blocks, self.num_sink_blocks(block_size) + num_kept)
         if not self.packs:
             return num_whole
-        return num_whole + self.num_packed(num_tokens) * self.chunk_blocks(block_size)
+        of_chunk = self.chunk_blocks(block_size)
+        num_granted = self.num_packed(num_tokens) * of_chunk
+        return num_whole + min(num_granted, math.ceil(kept_share * num_granted) + of_chunk)
 
     def _behind_sinks(self, first: int, block_size: int) -> int:
         """Return ``first``, where the window begins; 0 if the sinks' blocks reach up to it."""

@@ -53,20 +53,23 @@ class KeepRules:
         """Return the rule of a group."""
         return self._rules[group]
 
-    def num_blocks_for(self, num_tokens: int, num_new: int, cache: SequenceCache | None = None) -> int:
+    def num_blocks_for(
+        self, num_tokens: int, num_new: int, cache: SequenceCache | None = None, kept_share: float = 1.0
+    ) -> int:
         """Return the most blocks, of all groups, that a sequence of ``num_tokens`` holds at once.
 
         Args:
             num_tokens: of the sequence.
             num_new: the most that one step computes of it.
             cache: what it has already; that is not counted.
+            kept_share: that of :meth:`KeepRule.num_blocks_for`.
         """
         num_blocks = 0
         for group, rule in enumerate(self._rules):
             num_held = cache.tables[group].num_held if cache is not None else 0
             if cache is not None and rule.packs:
                 num_held += cache.num_packed_blocks + len(cache.granted)
-            num_blocks += max(0, rule.num_blocks_for(num_tokens, num_new, self.block_size) - num_held)
+            num_blocks += max(0, rule.num_blocks_for(num_tokens, num_new, self.block_size, kept_share) - num_held)
         return num_blocks
 
     def blocks_of(self, hit: PrefixHit) -> list[Block]:

@@ -42,6 +42,12 @@ if TYPE_CHECKING:
 __all__ = ["NO_PACKING", "Packed", "Packing"]
 
 
+_LEAST_GRANTED = 8
+"""So many chunks tell how much others will keep."""
+_RESERVE = 0.05
+"""What is expected beyond what was kept: who runs short of it is preempted."""
+
+
 class Packed(NamedTuple):
     """What was kept of a chunk, as the step tells that packed it.
 
@@ -69,7 +75,15 @@ class Packing(Lodger):
         self._rule = rules.packing
         self._holding = holding
         self._chunk_blocks = rules.packing.chunk_blocks(rules.block_size)
+        self._num_granted = self._num_kept = 0
         self._group = len(rules)  # of no group that has a table: these blocks go with their nodes
+
+    @property
+    def expected_share(self) -> float:
+        """How much of what is granted for a chunk is expected to stay: what did of others, with a reserve, or all."""
+        if self._num_granted < _LEAST_GRANTED * self._chunk_blocks:
+            return 1.0
+        return min(1.0, self._num_kept / self._num_granted + _RESERVE)
 
     def num_due(self, cache: SequenceCache, end: int) -> int:
         """Return how many chunks of ``cache`` a step packs that computes its tokens up to position ``end``."""
@@ -114,6 +128,8 @@ class Packing(Lodger):
             assert one.num_blocks <= size, "a chunk fills no more than was granted"
             cache.chunks.append(PackedChunk(tuple(of_chunk[: one.num_blocks]), one.counts))
             cache.num_packed_blocks += one.num_blocks
+            self._num_granted += size
+            self._num_kept += one.num_blocks
             for block in of_chunk[one.num_blocks :]:
                 self._blocks.pool.release(block)
         self._publish(cache)

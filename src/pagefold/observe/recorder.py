@@ -368,4 +368,6 @@ def _little(numbers: array[int]) -> array[int]:
 
 def _kept(rule: KeepRule) -> list[Any]:
     """Return what a rule says, its sinks only where there are any: so others read it who know of none."""
+    if rule.packs:  # which the simulator does not know yet, and says so
+        return [rule.window, rule.is_chunked, rule.num_sinks, rule.num_before]
     return [rule.window, rule.is_chunked, *([rule.num_sinks] if rule.num_sinks else [])]

@@ -1,4 +1,4 @@
-"""Needs: how many blocks a request takes of the device."""
+"""Needs: how many blocks a request takes of the device; of chunks that are packed, as many as others have kept."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Needs:
 
     def whole(self, request: Request) -> int:
         """Return the most blocks that ``request`` holds at once, with the next token."""
-        return self._core.num_blocks_for(request.num_tokens + 1, self._max_num_batched_tokens)
+        return self._core.num_blocks_for(request.num_tokens + 1, self._max_num_batched_tokens, is_expected=True)
 
     def growth(self, request: Request) -> int:
         """Return the most blocks that ``request``, which runs, takes yet, of what it has tokens for."""
         assert request.cache is not None
         num_new = min(request.num_tokens - request.num_computed_tokens, self._max_num_batched_tokens)
-        return self._core.num_blocks_for(request.num_tokens, num_new, request.cache)
+        return self._core.num_blocks_for(request.num_tokens, num_new, request.cache, is_expected=True)

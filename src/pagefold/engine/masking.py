@@ -1,0 +1,77 @@
+"""Masking: which older tokens an engine keeps, where it does not keep all (``kv_keep``)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from pagefold.errors import ConfigError
+from pagefold.kv import KeepRule
+from pagefold.masks.rule import CHUNK
+
+if TYPE_CHECKING:
+    from pagefold.config import EngineConfig
+    from pagefold.runner.keeping import Keeping
+    from pagefold.runner.models import ModelSpec
+
+__all__ = ["EngineMask", "check_masking", "find_mask", "packing_keeps"]
+
+
+class EngineMask(NamedTuple):
+    """By what an engine keeps older tokens.
+
+    Attributes:
+        keeping: what the decoder takes.
+        name: tells blocks that were made so from all others.
+    """
+
+    keeping: Keeping
+    name: str
+
+
+def check_masking(config: EngineConfig, spec: ModelSpec, not_fused: str) -> None:
+    """See that ``kv_keep`` can be had for a model, and does something.
+
+    Args:
+        config: what was asked.
+        spec: the model.
+        not_fused: why the fused decoder does not compute it; empty if it does.
+
+    Raises:
+        ConfigError: it is not so.
+    """
+    name = spec.folder.name
+    if not_fused:
+        msg = f"kv_keep takes the fused decoder for {name}, and that does not go with {not_fused}."
+        raise ConfigError(msg, remedy="Leave kv_keep out, or change that.")
+    if spec.keeps or spec.sources:
+        msg = f"kv_keep is set, and layers of {name} have windows, or read the K and V of others."
+        raise ConfigError(msg, remedy="Leave it out: it is for models whose layers all attend to all tokens.")
+    if CHUNK % config.block_size:
+        msg = f"block_size is {config.block_size}, and kv_keep takes chunks of {CHUNK} tokens apart."
+        raise ConfigError(msg, remedy=f"Use a block_size that divides {CHUNK}, as 16 or 32.")
+    longest = config.max_model_len if isinstance(config.max_model_len, int) else spec.max_positions
+    if longest <= 2 * CHUNK:
+        msg = f"kv_keep is set, and the last {CHUNK} to {2 * CHUNK} tokens are kept anyway: all of {longest}."
+        raise ConfigError(msg, remedy="Leave it out, or give a larger max_model_len.")
+
+
+def packing_keeps(spec: ModelSpec) -> tuple[KeepRule, ...]:
+    """Return what each layer keeps."""
+    return (KeepRule(CHUNK, is_chunked=True, num_before=1, packs=True),) * spec.num_layers
+
+
+def find_mask(config: EngineConfig, spec: ModelSpec) -> EngineMask:
+    """Return by what older tokens of a model are kept.
+
+    Raises:
+        ConfigError: nobody has calibrated that for the model's weights.
+    """
+    assert config.kv_keep is not None, "nobody asked"
+    from pagefold.masks.calibration import kept_scorer  # noqa: PLC0415 - torch comes with it
+
+    kept = kept_scorer(spec.folder)
+    if kept is None:
+        msg = f"kv_keep is set, and it is not known which tokens of {spec.folder.name} get attention."
+        raise ConfigError(msg, remedy=f"Run: pagefold calibrate {config.model}. It takes some minutes, once.")
+    scorer = kept.scorer
+    return EngineMask(scorer.keeping(config.kv_keep), f"mask {scorer.digest} keeps {config.kv_keep}")

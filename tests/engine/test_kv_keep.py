@@ -1,0 +1,124 @@
+"""``kv_keep`` in an engine: what it refuses before weights are loaded, what it says, and whose blocks it shares."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+import torch
+from equivalence.packing_house import random_scorer
+from equivalence.tiny_models import VOCAB_SIZE, save_tiny_model
+
+from pagefold.config import EngineConfig
+from pagefold.engine.build import build_engine
+from pagefold.engine.namespace import namespace_of
+from pagefold.engine.planning import plan_engine
+from pagefold.errors import ConfigError, InvalidRequestError
+from pagefold.llm import LLM
+from pagefold.masks.calibration import _VERSION, scorer_path
+from pagefold.masks.scorer_file import FoundOn, KeptScorer, write_scorer
+from pagefold.runner.content import content_fingerprint
+from pagefold.sampling import SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_tiny_model("llama", tmp_path_factory.mktemp("llama"), dtype=torch.float32)
+
+
+@pytest.fixture
+def calibrated(folder, tmp_path, monkeypatch):
+    """Return the config of a model whose scorer is kept."""
+    monkeypatch.setenv("PAGEFOLD_CACHE", str(tmp_path))
+    scorer = random_scorer(folder)
+    scorer = scorer._replace(biases=torch.zeros_like(scorer.biases), quantiles=torch.linspace(-3, 3, 4097))
+    found_on = FoundOn(_VERSION, content_fingerprint(folder, tmp_path), 1, 1, "", 1.0, (0.5, 0.4, 0.6))
+    file = scorer_path(folder)
+    file.parent.mkdir(parents=True)
+    write_scorer(file, KeptScorer(scorer, found_on))
+    return EngineConfig(
+        model=str(folder), dtype="float32", kv_keep=0.5, kv_cache_memory_bytes=2**26, max_model_len=2048
+    )
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0, -0.5, 1.5, float("nan")])
+def test_a_share_out_of_range_is_refused(share):
+    with pytest.raises(ConfigError, match="above 0 and below 1"):
+        EngineConfig(model="m", kv_keep=share)
+
+
+@pytest.mark.parametrize(
+    ("other", "name"),
+    [
+        ({"streaming_llm": 1024}, "streaming_llm"),
+        ({"allow_streaming": True, "kv_offloading_size": 1.0}, "allow_streaming"),
+        ({"kv_offloading_size": 1.0}, "kv_offloading_size"),
+        ({"kv_disk_path": "/nowhere"}, "kv_disk_path"),
+        ({"kv_remote_url": "redis://127.0.0.1:1"}, "kv_remote_url"),
+        ({"kv_cache_dtype": "int8_per_token_head"}, "kv_cache_dtype"),
+        ({"speculative_config": "ngram"}, "speculative_config"),
+    ],
+)
+def test_what_it_does_not_go_with_is_refused_by_name(other, name):
+    if "speculative_config" in other:
+        from pagefold.speculation import SpeculativeParams
+
+        other = {"speculative_config": SpeculativeParams(method="ngram", num_speculative_tokens=3)}
+    with pytest.raises(ConfigError, match=f"kv_keep and {name} are set"):
+        EngineConfig(model="m", kv_keep=0.5, **other)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"model_impl": "transformers"}, "takes the fused decoder"),
+        ({"block_size": 12}, "block_size is 12"),
+        ({"max_model_len": 512}, "are kept anyway: all of 512"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_weights_are_loaded(calibrated, change, why):
+    with pytest.raises(ConfigError, match=why):
+        plan_engine(replace(calibrated, **change))
+
+
+def test_layers_with_windows_are_refused(calibrated, tmp_path):
+    windowed = save_tiny_model("qwen3-window", tmp_path / "windowed", dtype=torch.float32)
+    with pytest.raises(ConfigError, match="have windows"):
+        plan_engine(replace(calibrated, model=str(windowed)))
+
+
+def test_a_model_that_nobody_has_calibrated(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("PAGEFOLD_CACHE", str(tmp_path))
+    with pytest.raises(ConfigError, match="it is not known which tokens") as caught:
+        plan_engine(EngineConfig(model=str(folder), dtype="float32", kv_keep=0.5))
+    assert f"pagefold calibrate {folder}" in caught.value.remedy
+
+
+def test_blocks_are_shared_with_nobody_who_keeps_others(calibrated):
+    half, third = (plan_engine(replace(calibrated, kv_keep=share)) for share in (0.5, 0.3))
+    exact = plan_engine(replace(calibrated, kv_keep=None))
+    names = {namespace_of(blueprint).key() for blueprint in (half, third, exact)}
+    assert len(names) == 3
+
+
+def test_a_start_says_that_outputs_are_not_the_models(calibrated):
+    said = []
+    build_engine(plan_engine(calibrated), say=said.append)
+    (line,) = [line for line in said if line.startswith("keeps")]
+    assert "50% of what is older" in line
+    assert "outputs are not the model's" in line
+
+
+def test_outputs_are_the_same_warm_and_cold_and_beams_are_refused(calibrated):
+    random = Random(0)
+    drawn = (random.choices(range(5, VOCAB_SIZE), k=length) for length in (1500, 700, 100))
+    prompts = [{"prompt_token_ids": tokens} for tokens in drawn]
+    settings = {name: getattr(calibrated, name) for name in ("model", "dtype", "kv_keep", "kv_cache_memory_bytes")}
+    llm = LLM(**settings, max_model_len=2048)
+    cold, warm = ([one.outputs[0].token_ids for one in llm.generate(prompts, GREEDY)] for _ in range(2))
+    assert cold == warm
+    with pytest.raises(InvalidRequestError, match="keeps a share of older tokens only"):
+        llm.generate(prompts[2], SamplingParams(use_beam_search=True, n=2, temperature=0.0, max_tokens=4))
