@@ -15,6 +15,7 @@ __all__ = [
     "InvalidRequestError",
     "LicenseNotAcceptedError",
     "ModelNotFoundError",
+    "NotCalibratedError",
     "PagefoldError",
     "PinQuotaError",
     "QualityError",
@@ -42,6 +43,10 @@ class PagefoldError(Exception):
 
 class ConfigError(PagefoldError):
     """A setting, or a combination of settings, that cannot work. Raised before weights are loaded."""
+
+
+class NotCalibratedError(ConfigError):
+    """A setting takes what ``pagefold calibrate`` finds out of a model, and nobody has run that for its weights."""
 
 
 class DoesNotFitError(ConfigError):

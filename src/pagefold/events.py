@@ -18,6 +18,7 @@ __all__ = [
     "BlocksReused",
     "CacheConfigured",
     "CacheReset",
+    "ChunksPacked",
     "DraftsVerified",
     "Emit",
     "Event",
@@ -419,6 +420,21 @@ class StepApplied:
 
 
 @dataclass(frozen=True, slots=True)
+class ChunksPacked:
+    """A step ran that packed chunks of tokens: what was kept of them lies in blocks of its own.
+
+    Attributes:
+        num_chunks: of all sequences.
+        num_granted_blocks: what they fill if all is kept.
+        num_kept_blocks: what they fill.
+    """
+
+    num_chunks: int
+    num_granted_blocks: int
+    num_kept_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
 class DraftsVerified:
     """A step ran that had drafts.
 
@@ -461,6 +477,7 @@ Event: TypeAlias = (
     | OutputFinished
     | PromptFinished
     | StepApplied
+    | ChunksPacked
     | DraftsVerified
     | StepAbandoned
 )

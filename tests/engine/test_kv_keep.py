@@ -59,6 +59,7 @@ def test_a_share_out_of_range_is_refused(share):
         ({"kv_disk_path": "/nowhere"}, "kv_disk_path"),
         ({"kv_remote_url": "redis://127.0.0.1:1"}, "kv_remote_url"),
         ({"kv_cache_dtype": "int8_per_token_head"}, "kv_cache_dtype"),
+        ({"quantization": "int8"}, "quantization"),
         ({"speculative_config": "ngram"}, "speculative_config"),
     ],
 )

@@ -1201,8 +1201,8 @@ def test_random_operations_where_chunks_are_packed(rules: tuple[KeepRule, ...]) 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("rules", PACKING, ids=str)
 def test_very_many_random_operations_where_chunks_are_packed(rules: tuple[KeepRule, ...]) -> None:
-    for seed in range(12):
-        random_operations(600 + seed, 2000, "lru", rules, seals=False)
+    for seed in range(6):
+        random_operations(600 + seed, 1500, "lru", rules, seals=False)
 
 
 @pytest.mark.parametrize("rules", GROUPS[1:], ids=str)

@@ -12,16 +12,12 @@ from rich.console import Console
 from rich.table import Table
 
 from pagefold.cli.fail import fail
+from pagefold.cli.fit_scorer import fit_scorer
 from pagefold.cli.models import progress_bar
 from pagefold.cli.serve import check_installed, quiet_transformers
-from pagefold.config import cache_dir
 from pagefold.errors import ConfigError, PagefoldError
-from pagefold.hub.catalog import resolve
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from pagefold.hub.progress import Progress
     from pagefold.masks.scorer_file import KeptScorer
 
 __all__ = ["calibrate"]
@@ -54,30 +50,11 @@ def calibrate(
             msg = f"threads is {threads}."
             raise ConfigError(msg, remedy="Give at least 1, or leave it out for all cores.")
         with progress_bar() as progress:
-            folder = resolve(model, cache_dir(), progress=progress)
             quiet_transformers(is_loaded=True)
-            import torch  # noqa: PLC0415 - heavy, as what follows
-
-            from pagefold.masks import calibration  # noqa: PLC0415
-
-            if threads is not None:
-                torch.set_num_threads(threads)
-            texts = _texts(text, calibration.shipped_text, progress)
-            kept = calibration.calibrate(folder, texts, num_contexts=num_contexts, progress=progress)
-            file = calibration.scorer_path(folder)
+            kept, file = fit_scorer(model, progress, text=text, num_contexts=num_contexts, threads=threads)
     except PagefoldError as error:
         fail(error)
     _print(model, kept, file, as_json=as_json)
-
-
-def _texts(file: Path | None, shipped: Callable[[], str], progress: Progress) -> list[str]:
-    from pagefold.quality.reserved import for_calibrating  # noqa: PLC0415
-    from pagefold.quality.texts import fetch_default_texts, read_text  # noqa: PLC0415
-
-    if file is not None:
-        return [read_text(file).content]
-    reserved = for_calibrating(fetch_default_texts(cache_dir(), progress=progress))
-    return [shipped(), *(text.content for text in reserved)]
 
 
 def _print(model: str, kept: KeptScorer, file: Path, *, as_json: bool) -> None:

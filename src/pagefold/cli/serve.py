@@ -23,7 +23,7 @@ from pagefold.config import (
     environment_metrics_key,
     environment_remote_url,
 )
-from pagefold.errors import ConfigError, InvalidRequestError, PagefoldError
+from pagefold.errors import ConfigError, InvalidRequestError, NotCalibratedError, PagefoldError
 from pagefold.events import fan_out
 
 if TYPE_CHECKING:
@@ -237,7 +237,15 @@ def _start_engine(
     from pagefold.engine.planning import plan_engine  # noqa: PLC0415 - torch comes with it
 
     with progress_bar() as progress:
-        blueprint = plan_engine(config, progress=progress)
+        try:
+            blueprint = plan_engine(config, progress=progress)
+        except NotCalibratedError:
+            from pagefold.cli.fit_scorer import fit_scorer  # noqa: PLC0415 - torch comes with it
+
+            quiet_transformers(is_loaded=True)
+            say(f"calibrates {config.model}, once: which of its tokens get attention")
+            fit_scorer(config.model, progress, threads=config.threads)
+            blueprint = plan_engine(config, progress=progress)
     quiet_transformers(is_loaded=not blueprint.is_fused)
     engine = build_engine(blueprint, emit=emit if recorder is None else fan_out(emit, recorder), say=say)
     if recorder is not None:  # on a card it is known only now how many blocks there are; no event came yet

@@ -387,6 +387,7 @@ class EngineConfig:
             "kv_disk_path": self.kv_disk_path is not None,
             "kv_remote_url": self.kv_remote_url is not None,
             "kv_cache_dtype": self.kv_cache_dtype != "auto",
+            "quantization": self.quantization is not None,
             "speculative_config": self.speculative_config is not None,
         }
         beside = next((name for name, is_set in others.items() if is_set), None)

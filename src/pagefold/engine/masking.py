@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from pagefold.errors import ConfigError
+from pagefold.errors import ConfigError, NotCalibratedError
 from pagefold.kv import KeepRule
 from pagefold.masks.rule import CHUNK
 
@@ -43,13 +43,15 @@ def check_masking(config: EngineConfig, spec: ModelSpec, not_fused: str) -> None
     if not_fused:
         msg = f"kv_keep takes the fused decoder for {name}, and that does not go with {not_fused}."
         raise ConfigError(msg, remedy="Leave kv_keep out, or change that.")
-    if spec.keeps or spec.sources:
+    longest = spec.windowed_limit.length
+    if isinstance(config.max_model_len, int):
+        longest = min(longest, config.max_model_len)
+    if spec.keeps_within(longest) or spec.sources:
         msg = f"kv_keep is set, and layers of {name} have windows, or read the K and V of others."
         raise ConfigError(msg, remedy="Leave it out: it is for models whose layers all attend to all tokens.")
     if CHUNK % config.block_size:
         msg = f"block_size is {config.block_size}, and kv_keep takes chunks of {CHUNK} tokens apart."
         raise ConfigError(msg, remedy=f"Use a block_size that divides {CHUNK}, as 16 or 32.")
-    longest = config.max_model_len if isinstance(config.max_model_len, int) else spec.max_positions
     if longest <= 2 * CHUNK:
         msg = f"kv_keep is set, and the last {CHUNK} to {2 * CHUNK} tokens are kept anyway: all of {longest}."
         raise ConfigError(msg, remedy="Leave it out, or give a larger max_model_len.")
@@ -64,7 +66,7 @@ def find_mask(config: EngineConfig, spec: ModelSpec) -> EngineMask:
     """Return by what older tokens of a model are kept.
 
     Raises:
-        ConfigError: nobody has calibrated that for the model's weights.
+        NotCalibratedError: nobody has fitted a scorer to the model's weights.
     """
     assert config.kv_keep is not None, "nobody asked"
     from pagefold.masks.calibration import kept_scorer  # noqa: PLC0415 - torch comes with it
@@ -72,6 +74,6 @@ def find_mask(config: EngineConfig, spec: ModelSpec) -> EngineMask:
     kept = kept_scorer(spec.folder)
     if kept is None:
         msg = f"kv_keep is set, and it is not known which tokens of {spec.folder.name} get attention."
-        raise ConfigError(msg, remedy=f"Run: pagefold calibrate {config.model}. It takes some minutes, once.")
+        raise NotCalibratedError(msg, remedy=f"Run: pagefold calibrate {config.model}. It takes some minutes, once.")
     scorer = kept.scorer
     return EngineMask(scorer.keeping(config.kv_keep), f"mask {scorer.digest} keeps {config.kv_keep}")

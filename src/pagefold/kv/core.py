@@ -273,7 +273,7 @@ class KVCore:
     def num_blocks_for(
         self, num_tokens: int, num_new: int, cache: SequenceCache | None = None, *, is_expected: bool = False
     ) -> int:
-        """Return the most blocks of the device that a sequence takes at once until it has ``num_tokens``.
+        """Return how many blocks of the device a sequence takes at most at once until it has ``num_tokens``.
 
         Args:
             num_tokens: how many it will have.

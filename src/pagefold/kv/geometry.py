@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CacheGroup", "CacheLayout", "KVGeometry", "LayerKV", "lay_out"]
 
+_LINE_BYTES = 64
 _MAX_PADDING = 1 / 16
 """Share of a layout that may be padding, so that groups are few: a table of blocks for each group is kept for each
 sequence."""
@@ -244,7 +245,10 @@ def lay_out(
     cuts = [cut(room) for room in _rooms(list(kinds.values()), sizes)]
     least = min(map(padding, cuts))
     groups = next(groups for groups in cuts if padding(groups) <= least + _MAX_PADDING)
-    return CacheLayout(tuple(kept), codec, block_size, tuple(groups), max(used(groups)), state_bytes)
+    bytes_per_block = max(used(groups))
+    if any(group.keeps.packs for group in groups):  # marks are few: blocks begin where cache lines do all the same
+        bytes_per_block += -bytes_per_block % _LINE_BYTES
+    return CacheLayout(tuple(kept), codec, block_size, tuple(groups), bytes_per_block, state_bytes)
 
 
 def _is_never_passed(keeps: KeepRule, max_len: int) -> bool:

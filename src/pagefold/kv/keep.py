@@ -111,8 +111,9 @@ class KeepRule:
             num_tokens: of the sequence.
             num_new: the most that one step computes of it.
             block_size: tokens a block.
-            kept_share: of the blocks that are granted for a chunk, how many it fills when it is packed: all of them at
-                most. One chunk, as it is granted, comes on top.
+            kept_share: of the blocks that are granted for chunks, how many these fill when they are packed: all of them
+                at most. For less than all, one chunk as it is granted comes on top; a step that packs several is
+                granted as many.
         """
         num_blocks = num_blocks_for(num_tokens, block_size)
         if self.window is None:

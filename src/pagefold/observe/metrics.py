@@ -11,6 +11,7 @@ from pagefold.events import (
     BlockEvicted,
     BlocksReused,
     CacheConfigured,
+    ChunksPacked,
     DraftsVerified,
     EvictionCause,
     FirstToken,
@@ -97,6 +98,7 @@ class Metrics:
             BlockEvicted: self._on_block_evicted,
             BlocksReused: self._on_blocks_reused,
             CacheConfigured: self._on_cache_configured,
+            ChunksPacked: self._on_chunks_packed,
             DraftsVerified: self._on_drafts_verified,
             FirstToken: self._on_first_token,
             HostTransfer: self._on_host_transfer,
@@ -191,6 +193,9 @@ class Metrics:
             "Those of the cached ones that lay in a block of which only a part could be used: the block was copied.",
         )
         self._generation_tokens = self._counter("vllm:generation_tokens", "Tokens sampled.")
+        self._packed_chunks = self._counter("pagefold:packed_chunks", "Chunks of tokens of which a share was kept.")
+        self._granted_blocks = self._counter("pagefold:packed_blocks_granted", "Blocks that those chunks filled whole.")
+        self._kept_blocks = self._counter("pagefold:packed_blocks_kept", "Blocks that what was kept of them fills.")
         self._drafts = self._counter("vllm:spec_decode_num_drafts", "Rows of steps that had drafts.")
         self._draft_tokens = self._counter("vllm:spec_decode_num_draft_tokens", "Drafts that were computed.")
         self._accepted_tokens = self._counter(
@@ -403,6 +408,11 @@ class Metrics:
         if event.has_tiers:
             self._external_queries.inc(event.num_tokens - num_on_device)
             self._external_hits.inc(event.num_loaded_tokens)
+
+    def _on_chunks_packed(self, event: ChunksPacked) -> None:
+        self._packed_chunks.inc(event.num_chunks)
+        self._granted_blocks.inc(event.num_granted_blocks)
+        self._kept_blocks.inc(event.num_kept_blocks)
 
     def _on_drafts_verified(self, event: DraftsVerified) -> None:
         for _, num_drafts, num_accepted in event.counts:

@@ -101,6 +101,7 @@ def evaluate(config: EngineConfig, question: Question, *, progress: Progress = s
         kv_offloading_size=0.0,
         kv_disk_path=None,
         kv_remote_url=None,
+        kv_keep=None,
     )
     blueprint = plan_engine(replace(base, max_model_len="auto"), progress=progress)
     spec, longest = blueprint.spec, blueprint.limit.length

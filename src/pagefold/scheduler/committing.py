@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pagefold.events import ChunksPacked
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from pagefold.events import Emit
     from pagefold.kv import KVCore, Promise
     from pagefold.request import Request
     from pagefold.scheduler.step_in_flight import StepInFlight
@@ -63,7 +66,9 @@ def publish(core: KVCore, ends: Iterable[tuple[Request, int]], behind: StepInFli
     commit(core, promises, behind)
 
 
-def commit_packed(core: KVCore, step: StepInFlight, result: StepResult, behind: StepInFlight | None) -> None:
+def commit_packed(
+    core: KVCore, step: StepInFlight, result: StepResult, behind: StepInFlight | None, emit: Emit
+) -> None:
     """Let sequences have the chunks that a step packed, and publish them; its promises are committed.
 
     Args:
@@ -71,10 +76,20 @@ def commit_packed(core: KVCore, step: StepInFlight, result: StepResult, behind: 
         step: that ran.
         result: of it.
         behind: that of :func:`commit`.
+        emit: where events go.
     """
     packed = dict(zip(step.plan.packing_rows, result.packed, strict=True))
+    corrupted = set(result.corrupted)
     reads = set() if behind is None else behind.caches()
     for row, request in enumerate(step.requests):
         cache = request.cache
-        if cache is not None and cache not in reads:
+        if cache is None or cache in reads:
+            continue
+        if row in corrupted:  # what was kept of no numbers is no function of the prefix
+            core.packing.give_back(cache)
+        else:
             core.packing.commit(cache, packed.get(row, ()))
+    if packed:
+        chunks = [chunk for of_row in result.packed for chunk in of_row]
+        num_granted = sum(map(len, step.plan.granted))
+        emit(ChunksPacked(len(chunks), num_granted, sum(chunk.num_blocks for chunk in chunks)))

@@ -24,11 +24,25 @@ class Needs:
         self._max_num_batched_tokens = max_num_batched_tokens
 
     def whole(self, request: Request) -> int:
-        """Return the most blocks that ``request`` holds at once, with the next token."""
+        """Return the blocks that ``request`` is expected to hold at most at once, with the next token."""
         return self._core.num_blocks_for(request.num_tokens + 1, self._max_num_batched_tokens, is_expected=True)
 
+    def to_begin(self, request: Request, num_begun: int) -> int:
+        """Return the most blocks that ``request`` holds behind its first step; 0 where nothing is packed.
+
+        That step is granted all that its chunks may keep, which may be more than is expected to stay of the whole.
+
+        Args:
+            request: that waits.
+            num_begun: how many of its tokens it begins with.
+        """
+        if not self._core.packing.is_on:
+            return 0
+        num_tokens = min(request.num_tokens + 1, num_begun + self._max_num_batched_tokens)
+        return self._core.num_blocks_for(num_tokens, self._max_num_batched_tokens)
+
     def growth(self, request: Request) -> int:
-        """Return the most blocks that ``request``, which runs, takes yet, of what it has tokens for."""
+        """Return the blocks that ``request``, which runs, is expected to take yet, of what it has tokens for."""
         assert request.cache is not None
         num_new = min(request.num_tokens - request.num_computed_tokens, self._max_num_batched_tokens)
         return self._core.num_blocks_for(request.num_tokens, num_new, request.cache, is_expected=True)

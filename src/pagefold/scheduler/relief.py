@@ -89,7 +89,8 @@ class Relief:
         only preempts others. Samples that will fork need a block each, for a copy of the tail or the next one. A
         request that runs alone does not wait for these: its samples can run one after another.
         """
-        needed = self._needs.whole(request)
+        begun = hit.num_blocks * self._core.block_size + hit.num_partial_tokens
+        needed = max(self._needs.whole(request), self._needs.to_begin(request, begun))
         running = self._queues.with_blocks
         num_groups = self._core.num_groups
         if running:

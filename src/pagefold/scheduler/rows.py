@@ -54,8 +54,7 @@ class RowPlanner:
         """
         plan, queues = step.plan, self._queues
         running = queues.running
-        block_size, packing = self._core.block_size, self._core.packing
-        packs = packing.is_on
+        block_size, packs = self._core.block_size, self._core.packing.is_on
         add_request, add_token = step.requests.append, plan.token_ids.append
         add_start, add_num, add_tables = plan.starts.append, plan.num_tokens.append, plan.tables.append
         add_row, add_sampling, add_sample = plan.sampling_rows.append, plan.sampling.append, step.samples.append
@@ -81,7 +80,9 @@ class RowPlanner:
             if num_tokens > 1:
                 num_tokens = self._core.lodgers.limit(cache, start, num_tokens, len(token_ids))
             end = start + num_tokens
-            needs_blocks = end > cache.capacity or cache.may_share_tail or (packs and packing.needs_grant(cache, end))
+            needs_blocks = end > cache.capacity or cache.may_share_tail
+            if packs and not needs_blocks:
+                needs_blocks = self._core.packing.needs_grant(cache, end)
             if needs_blocks and not self._relief.extend(step, request, start, end):
                 if step.is_ahead:
                     return

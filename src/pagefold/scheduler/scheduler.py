@@ -270,7 +270,7 @@ class Scheduler:
         if step.filling or step.joins:
             publish_late(core, step, behind)
         if core.packing.is_on:
-            commit_packed(core, step, result, behind)
+            commit_packed(core, step, result, behind, self._emit)
         if core.trims:
             self._leaving.trim(requests)
         self.corrupted, self.distrusted = [], set()

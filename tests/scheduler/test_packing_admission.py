@@ -1,0 +1,124 @@
+"""Who waits is let in by what chunks of others have kept, and never waits for what nobody gives back."""
+
+from __future__ import annotations
+
+import pytest
+
+from pagefold.events import ChunksPacked
+from pagefold.kv import KeepRule, KVCore, Packed, PinLimits, audit
+from pagefold.request import Request, StopRule, WarmUp
+from pagefold.sampling import SamplingParams
+from pagefold.scheduler import Scheduler, SchedulerLimits
+from pagefold.steps import StepPlan, StepResult
+
+SIZE, CHUNK = 16, 256
+RULE = KeepRule(CHUNK, is_chunked=True, num_before=1, packs=True)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=None)
+
+
+class World:
+    """A scheduler whose steps keep so many blocks of each chunk, and sample zeros.
+
+    Args:
+        num_blocks, budget: of the device, and tokens a step.
+        num_kept: blocks of a chunk that stay, of 16.
+    """
+
+    def __init__(self, num_blocks: int, budget: int, num_kept: int) -> None:
+        self.events: list[object] = []
+        self.core = KVCore(num_blocks, block_size=SIZE, rules=[RULE], pin_limits=PinLimits(0.5))
+        self.scheduler = Scheduler(self.core, SchedulerLimits(16, budget), emit=self.events.append)
+        self.num_kept = num_kept
+        self.num_added = 0
+
+    def add(self, length: int, num_outputs: int = 1, *, pins: bool = False) -> Request:
+        self.num_added += 1
+        tokens = [self.num_added, *range(100, 99 + length)]
+        request = Request(
+            f"r{self.num_added}", tokens, GREEDY, stop=StopRule(frozenset(), length + num_outputs), namespace=b"n",
+            seed=0, warm_up=WarmUp(pin=True, ttl_s=None, retention_priority=1) if pins else None,
+        )  # fmt: skip
+        self.scheduler.add(request)
+        return request
+
+    def step(self) -> StepPlan:
+        plan = self.scheduler.schedule(0.0)
+        if plan.num_rows:
+            packed = [[Packed(self.num_kept, None)] * (len(granted) * SIZE // CHUNK) for granted in plan.granted]
+            self.scheduler.apply(StepResult([0] * len(plan.sampling_rows), packed=packed))
+        audit(self.core)
+        return plan
+
+    def run(self) -> None:
+        while self.scheduler.has_work:
+            assert self.step().num_rows, "there is work, and nobody runs"
+
+
+@pytest.mark.parametrize("budget", [512, 2048])
+def test_nobody_waits_for_what_pins_keep(budget):
+    """What is expected fits, and what the first step is granted does not, but for pins: these go."""
+    world = World(300, budget, num_kept=4)
+    for _ in range(3):
+        world.add(2000)
+        world.run()
+    assert world.core.packing.expected_share < 0.35
+    world.core.forgetting.reset()
+    for _ in range(4):
+        world.add(480, pins=True)
+        world.run()
+    assert world.core.pool.num_pinned > 100
+    world.add(2000)
+    world.run()
+
+
+def test_more_run_where_little_is_kept():
+    most = {}
+    for num_kept in (4, 16):
+        world = World(700, 512, num_kept)
+        for _ in range(12):
+            world.add(1900, 100)
+        most[num_kept] = 0
+        while world.scheduler.has_work:
+            world.step()
+            most[num_kept] = max(most[num_kept], len(world.scheduler.running))
+    assert most[4] > 1.5 * most[16]
+
+
+def test_who_runs_short_of_what_was_expected_is_preempted_and_ends():
+    world = World(400, 512, num_kept=2)
+    for _ in range(2):
+        world.add(2000)
+        world.run()
+    world.core.forgetting.reset()
+    world.num_kept = 16  # and then all is kept
+    requests = [world.add(2000, 20) for _ in range(4)]
+    world.run()
+    assert sum(request.num_preemptions for request in requests) > 0
+    assert all(request.finish_reason == "length" for request in requests)
+
+
+def test_it_is_told_how_much_was_kept():
+    world = World(300, 512, num_kept=5)
+    world.add(1100)
+    world.run()
+    told = [event for event in world.events if isinstance(event, ChunksPacked)]
+    num_chunks = RULE.num_packed(1100)
+    assert sum(event.num_chunks for event in told) == num_chunks
+    assert sum(event.num_granted_blocks for event in told) == 16 * num_chunks
+    assert sum(event.num_kept_blocks for event in told) == 5 * num_chunks
+
+
+def test_what_is_corrupted_is_not_packed():
+    world = World(300, 512, num_kept=5)
+    request = world.add(1300)
+    for _ in range(2):
+        world.step()
+    num_chunks = len(request.cache.chunks)
+    plan = world.scheduler.schedule(0.0)
+    assert plan.packing_rows
+    packed = [[Packed(9, None)] * (len(granted) * SIZE // CHUNK) for granted in plan.granted]
+    world.scheduler.apply(StepResult([0] * len(plan.sampling_rows), packed=packed, corrupted=[0]))
+    audit(world.core)
+    assert request.finish_reason == "error"
+    assert num_chunks
+    assert world.core.num_active == 0
