@@ -37,7 +37,7 @@ def test_it_is_dense_attention_under_the_mask(keeper, size):
     case.hold(each(case, size), FLOAT32_BOUND)
 
 
-@pytest.mark.parametrize("shape", long_but(SHAPES, SHAPES[0]), ids=str)
+@pytest.mark.parametrize("shape", long_but(SHAPES[:1], SHAPES), ids=str)
 def test_heads_of_all_sizes_are_dense_attention(shape):
     case = PackedCase(shape, [300], KEEPERS["half"], chunk_size=64)
     case.hold(each(case, 170), FLOAT32_BOUND)

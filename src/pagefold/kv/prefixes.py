@@ -96,7 +96,7 @@ class PrefixesByGroups(Prefixes):
                 num_tokens = num_whole * self._rules.block_size
                 hit = self._tree.match_part(namespace, hit.nodes[:num_whole], packed, num_tokens, max_tokens)
             hit = self._cut(hit)
-        if hit.num_blocks == len(whole.nodes) or (self._rules.packing is not None and not whole.nodes[-1].committed):
+        if hit.num_blocks >= len(whole.nodes) or (self._rules.packing is not None and not whole.nodes[-1].committed):
             return hit  # what a step writes now is not packed yet, and not lost
         return hit._replace(lost=whole.nodes[-1])
 
