@@ -93,6 +93,7 @@ def test_a_replay_finds_and_evicts_what_was_found_and_evicted(tmp_path, rules, k
         ("[[40,true,4]]", "4 sinks beside no window that slides"),
         ("[[null,false,4]]", "4 sinks beside no window that slides"),
         ("[[40,false,4,4]]", "two values"),
+        ("[[256,true,0,1]]", "kv_keep"),
     ],
 )
 def test_groups_that_no_server_writes_are_refused(tmp_path, keeps, told):
