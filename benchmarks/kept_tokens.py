@@ -1,35 +1,41 @@
 """What an engine gains that keeps a share of older tokens (``kv_keep``), beside the same engine that keeps all.
 
-SmolLM2-135M-Instruct in float32 on State of the Union addresses and Moby-Dick, in this process; both engines take
-turns, step by step, so that a slow moment is slow for both. The scorer is calibrated first, if it is not kept yet.
+SmolLM2-135M-Instruct in float32 on State of the Union addresses and Moby-Dick; where times are compared both engines
+take turns, step by step, so that a slow moment is slow for both. The scorer is calibrated first, if it is not kept yet.
 
 * decode attention: seconds of the decoder's phases that pack, attend and merge, in steps in which all requests decode;
   32 requests of 4,096 tokens, and 16 of nearly 8,192. Phases are timed by the decoder itself, by both threads together.
 * prefill: a prompt of 8,000 tokens, all of its steps; and what share of it packing takes.
-* requests at once: how many requests of 4,096 tokens run together in one budget, at the most.
+* requests at once: how many run together in one budget, over HTTP, the mean of steps behind which others waited; of
+  4,096 tokens and of 8,192, with KV in bfloat16, and in int8 in half of that budget. The formula counts the blocks of
+  what is seen whole, and of older chunks so many as ``usage`` says were kept: what units leave empty is in that.
 * warm and cold: outputs of prompts whose prefix an earlier request has left, beside those of an engine without prefix
   caching, which has steps of another size.
 
-    python benchmarks/kept_tokens.py [--num-steps 16] [--num-prompts 20] [--keep 0.5] [--json FILE]
+    python benchmarks/kept_tokens.py [--only PART] [--num-steps 16] [--num-prompts 20] [--keep 0.5] [--json FILE]
 """
 
 from __future__ import annotations
 
+import asyncio
 import statistics
 from dataclasses import dataclass, field
 from random import Random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from plan_concurrency import Server
 from report import Row, machine, parser, print_report
 from rich.progress import track
 
-from pagefold.cli.fit_scorer import fit_scorer
+from pagefold.bench import LoadSettings, Prompt, run_load
+from pagefold.bench.client import Client
+from pagefold.cli.fit_scorer import ensure_scorer
 from pagefold.cli.models import progress_bar
 from pagefold.config import EngineConfig, cache_dir
 from pagefold.engine.build import build_engine
 from pagefold.engine.planning import plan_engine
 from pagefold.hub.catalog import resolve
-from pagefold.masks.calibration import kept_scorer
+from pagefold.masks.rule import CHUNK
 from pagefold.quality.reserved import for_evaluating
 from pagefold.quality.texts import fetch_default_texts
 from pagefold.runner.fused.decoder import FusedDecoder
@@ -45,10 +51,15 @@ MODEL = "smollm2-135m"
 ATTENTION = ("seal", "attention", "merge")
 LONG, SHORT = 8192, 4096
 PREFILLED = 8000
-BUDGET_BYTES = 2**30
-"""Of the engines that are asked how many requests run at once."""
+TOKEN_BYTES = 46_080
+"""Of KV in float32."""
+PLACES = 6
+"""Requests of 4,096 tokens that fit into the budget of servers if all is kept, in 16 bit."""
+ROOM_TO_ANSWER = 200
+"""Tokens of an answer: so long that others are computed meanwhile, until memory is short."""
 ASKED_OF_DECODING = {SHORT: 0.70, LONG: 0.65}
-ASKED_OF_PREFILL, ASKED_OF_PACKING, ASKED_AT_ONCE = 0.85, 0.03, {0.5: 1.55, 0.25: 2.4}
+ASKED_OF_PREFILL, ASKED_OF_PACKING = 0.85, 0.03
+ASKED_AT_ONCE, ASKED_OF_INT8, ASKED_OF_FORMULA = {0.5: 1.55, 0.25: 2.4}, 1.85, 0.9
 
 
 class Texts:
@@ -58,6 +69,7 @@ class Texts:
         folder = resolve(MODEL, cache_dir())
         tokenizer, self._random = Tokenizer(folder), Random(seed)
         texts = for_evaluating(fetch_default_texts(cache_dir()))
+        self._tokenizer = tokenizer
         self._tokens = [tokenizer.encode(text.content) for text in texts]
 
     def take(self, length: int) -> list[int]:
@@ -65,6 +77,10 @@ class Texts:
         tokens = self._random.choice([one for one in self._tokens if len(one) > length])
         first = self._random.randrange(len(tokens) - length)
         return list(tokens[first : first + length])
+
+    def take_text(self, length: int) -> str:
+        """Return the text of as many."""
+        return self._tokenizer.decode(self.take(length))
 
 
 @dataclass
@@ -74,12 +90,10 @@ class Bench:
     Attributes:
         engine: as it is.
         outputs: token ids by request.
-        most_running: requests at once, at the most.
     """
 
     engine: Engine
     outputs: dict[str, list[int]] = field(default_factory=dict)
-    most_running: int = 0
 
     def add(self, name: str, prompt: list[int], num_out: int) -> None:
         """Let a request come."""
@@ -92,7 +106,6 @@ class Bench:
         if not self.engine.has_work:
             return 0
         deltas = self.engine.step()
-        self.most_running = max(self.most_running, len(self.engine.scheduler.running))
         for delta in deltas:
             self.outputs[delta.request_id] += delta.token_ids
         return len(deltas)
@@ -106,7 +119,7 @@ class Bench:
 
 def make(keep: float | None, **settings: object) -> Bench:
     """Return an engine that keeps a share, or all."""
-    config = EngineConfig(model=MODEL, dtype="float32", kv_keep=keep, **settings)  # type: ignore[arg-type]
+    config = EngineConfig(model=MODEL, dtype="float32", kv_keep=keep, kv_quality_floor=0.0, **settings)  # type: ignore[arg-type]
     return Bench(build_engine(plan_engine(config), say=lambda _: None))
 
 
@@ -117,15 +130,19 @@ def of_attention(phases: dict[str, float]) -> float:
 
 def decoding(keep: float, length: int, num: int, num_steps: int, texts: Texts) -> Row:
     """Compare attention in steps in which so many requests of one length decode."""
-    budget = num * (length + 64) * 46_080 * 5 // 4
+    budget = num * (length + 64) * TOKEN_BYTES * 5 // 4
+    num_before = num * -(-length // SHORT) + 2  # steps in which the first ones decode, and others are computed
     benches = [
-        make(share, kv_cache_memory_bytes=budget, max_model_len=LONG, max_num_seqs=num, enable_prefix_caching=False)
+        make(
+            share, kv_cache_memory_bytes=budget, max_model_len=LONG, max_num_seqs=num, max_num_batched_tokens=SHORT,
+            enable_prefix_caching=False,
+        )
         for share in (None, keep)
-    ]
+    ]  # fmt: skip
     for at in range(num):
-        prompt = texts.take(length - num_steps - 8)
+        prompt = texts.take(length - num_before - num_steps - 8)
         for bench in benches:
-            bench.add(str(at), prompt, num_steps + 4)
+            bench.add(str(at), prompt, num_before + num_steps)
     ratios: list[float] = []
     for _ in track(_until_done(benches), f"decoding, {num} of {length:,} tokens", total=None):
         seconds = []
@@ -134,6 +151,7 @@ def decoding(keep: float, length: int, num: int, num_steps: int, texts: Texts) -
             seconds.append(of_attention(bench.phases()) if got == num else 0.0)
         if all(seconds):
             ratios.append(seconds[1] / seconds[0])
+    del ratios[:1]  # there the last one's prompt is computed
     ratio, asked = statistics.median(ratios), ASKED_OF_DECODING[length]
     return Row(
         f"decode attention, {num} x {length:,} tokens, {1 - keep:.0%} removed, of all kept",
@@ -189,30 +207,106 @@ def prefilling(keep: float, texts: Texts, repeats: int = 3) -> list[Row]:
     ]
 
 
-def at_once(keep: float, texts: Texts, num: int = 24) -> Row:
+@dataclass(frozen=True)
+class Reached:
+    """What a server came to.
+
+    Attributes:
+        running: requests at once, while others waited.
+        formula: how many the budget holds, at the mean length of those that decode.
+        kept_share: that ``usage`` tells of older chunks; 1 where all is kept.
+    """
+
+    running: float
+    formula: float
+    kept_share: float
+
+
+def serve(keep: float | None, length: int, texts: Texts, budget: int, kv_cache_dtype: str = "bfloat16") -> Reached:
+    """Return how many requests of one length run at once on a server."""
+    config = EngineConfig(
+        model=MODEL, dtype="float32", kv_keep=keep, kv_cache_dtype=kv_cache_dtype, kv_cache_memory_bytes=budget,
+        max_model_len=LONG, max_num_batched_tokens=1024, enable_prefix_caching=False, kv_quality_floor=0.0,
+    )  # fmt: skip
+    server = Server(config)
+    num_blocks = server.client.status().num_blocks
+    num_prompt = length - ROOM_TO_ANSWER - 8  # a text's tokens may be a few more
+    num = max(6, int(3 * num_blocks * 16 / length / (1 if keep is None else keep + 0.2)))
+    prompts = [Prompt(texts.take_text(num_prompt), ROOM_TO_ANSWER) for _ in range(num)]
+    try:
+        usage = asyncio.run(_send(server.url, prompts))
+        share = 1.0 if keep is None else float(usage["kv_kept_share"])
+        running = server.reached()
+    finally:
+        server.close()
+    blocks = [_blocks_of(n, share, packs=keep is not None) for n in range(num_prompt, num_prompt + ROOM_TO_ANSWER)]
+    return Reached(running, num_blocks / statistics.mean(blocks), share)
+
+
+def _blocks_of(num_tokens: int, share: float, *, packs: bool) -> float:
+    """Return how many blocks of 16 tokens a sequence takes, of whose older chunks a share is kept."""
+    num_older = max(0, num_tokens // CHUNK - 1) * CHUNK if packs else 0
+    return -(-(num_tokens - num_older) // 16) + share * num_older / 16
+
+
+async def _send(url: str, prompts: list[Prompt]) -> dict[str, Any]:
+    """Send all prompts at once; return what ``usage`` tells of one of them."""
+    client = Client(url, ignore_eos=True)
+    await client.find_model()
+    load = LoadSettings(max_concurrency=len(prompts))
+    with progress_bar() as progress:
+        task = progress.add_task("requests at once", total=len(prompts))
+        result = await run_load(client, prompts, load, on_done=lambda _: progress.advance(task))
+    failed = [record.error for record in result.records if record.error]
+    assert not failed, failed[0]
+    body = {"model": client.model, "prompt": prompts[0].text, "max_tokens": 1, "temperature": 0}
+    answer = await client.http.post("/v1/completions", json=body)
+    await client.close()
+    return dict(answer.json()["usage"])
+
+
+def at_once(texts: Texts) -> list[Row]:
     """Compare how many requests run together in one budget."""
-    most = []
-    prompts = [texts.take(SHORT - 40) for _ in range(num)]
-    for share in (None, keep):
-        bench = make(share, kv_cache_memory_bytes=BUDGET_BYTES, max_model_len=SHORT, enable_prefix_caching=False)
-        for at, prompt in enumerate(prompts):
-            bench.add(str(at), prompt, 32)
-        for _ in track(_until_done([bench]), "requests at once", total=None):
-            bench.step()
-        most.append(bench.most_running)
-    ratio, asked = most[1] / most[0], ASKED_AT_ONCE.get(keep)
+    budget = PLACES * SHORT * TOKEN_BYTES // 2
+    rows = []
+    for length, keeps in ((SHORT, (0.5, 0.25)), (LONG, (0.5,))):
+        budget_of = budget * length // SHORT
+        exact = serve(None, length, texts, budget_of)
+        for keep in keeps:
+            kept = serve(keep, length, texts, budget_of)
+            asked = ASKED_AT_ONCE[keep] if length == SHORT else None
+            rows.append(_compared(f"requests of {length:,} tokens at once, {1 - keep:.0%} removed", kept, exact, asked))
+            of_formula = kept.running / kept.formula
+            rows.append(
+                Row(
+                    "  of what the formula with units says",
+                    f">= {ASKED_OF_FORMULA}",
+                    f"{of_formula:.2f} ({kept.formula:.1f}; {kept.kept_share:.0%} of older blocks kept)",
+                    of_formula >= ASKED_OF_FORMULA,
+                    {"formula": kept.formula, "kept_share": kept.kept_share},
+                )
+            )
+            if length == SHORT:
+                coded = serve(keep, length, texts, budget_of // 2, "int8_per_token_head")
+                twice = Reached(2 * coded.running, 2 * coded.formula, coded.kept_share)
+                rows.append(_compared("  with int8 besides, of these", twice, kept, ASKED_OF_INT8))
+    return rows
+
+
+def _compared(what: str, ours: Reached, theirs: Reached, asked: float | None) -> Row:
+    ratio = ours.running / theirs.running
     return Row(
-        f"requests of {SHORT:,} tokens at once, {1 - keep:.0%} removed, of all kept",
+        what,
         "" if asked is None else f">= {asked} x",
-        f"{ratio:.2f} x ({most[1]}, and {most[0]})",
+        f"{ratio:.2f} x ({ours.running:.1f}, and {theirs.running:.1f})",
         None if asked is None else ratio >= asked,
-        {"most": most},
+        {"running": [ours.running, theirs.running]},
     )
 
 
 def warm_and_cold(keep: float, texts: Texts, num: int) -> Row:
     """Count outputs that tell whether their prefix was cached, or of how many tokens steps were."""
-    shared = {"kv_cache_memory_bytes": 2 * BUDGET_BYTES, "max_model_len": LONG}
+    shared = {"kv_cache_memory_bytes": 2**31, "max_model_len": LONG}
     cold = make(keep, **shared, enable_prefix_caching=False, max_num_batched_tokens=2048)
     warm = make(keep, **shared)
     random = Random(0)
@@ -233,21 +327,28 @@ def warm_and_cold(keep: float, texts: Texts, num: int) -> Row:
 def main() -> None:
     """Measure and report."""
     made = parser(__doc__)
+    made.add_argument("--only", choices=("prefill", "decode", "at-once", "warm"), help="a part of it")
     made.add_argument("--num-steps", type=int, default=16, help="steps in which all decode")
     made.add_argument("--num-prompts", type=int, default=20, help="prompts that are computed warm and cold")
-    made.add_argument("--keep", type=float, default=0.5, help="the share of older tokens that is kept")
+    made.add_argument(
+        "--keep",
+        type=float,
+        default=0.5,
+        help="the share of older tokens that is kept; requests at once always take 0.5 and 0.25",
+    )
     asked = made.parse_args()
-    if kept_scorer(resolve(MODEL, cache_dir())) is None:
-        with progress_bar() as progress:
-            fit_scorer(MODEL, progress)
-    texts = Texts(0)
-    rows = [
-        *prefilling(asked.keep, texts),
-        at_once(asked.keep, texts),
-        warm_and_cold(asked.keep, texts, asked.num_prompts),
-        decoding(asked.keep, SHORT, 32, asked.num_steps, texts),
-        decoding(asked.keep, LONG, 16, asked.num_steps, texts),
-    ]
+    with progress_bar() as progress:
+        ensure_scorer(MODEL, progress)
+    texts, rows = Texts(0), []
+    if asked.only in (None, "prefill"):
+        rows += prefilling(asked.keep, texts)
+    if asked.only in (None, "at-once"):
+        rows += at_once(texts)
+    if asked.only in (None, "warm"):
+        rows.append(warm_and_cold(asked.keep, texts, asked.num_prompts))
+    if asked.only in (None, "decode"):
+        rows.append(decoding(asked.keep, SHORT, 32, asked.num_steps, texts))
+        rows.append(decoding(asked.keep, LONG, 16, asked.num_steps, texts))
     print_report("kept tokens", rows, machine(), asked.json)
 
 

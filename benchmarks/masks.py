@@ -42,22 +42,21 @@ import torch
 from report import Row, machine, parser, print_report
 from rich.progress import Progress
 
+from pagefold.cli.fit_scorer import ensure_scorer
 from pagefold.cli.models import progress_bar
 from pagefold.config import cache_dir
 from pagefold.hub.catalog import resolve
-from pagefold.masks.calibration import calibrate, kept_scorer, shipped_text
 from pagefold.masks.mask import ScoredMask
 from pagefold.masks.rule import CHUNK, NUM_SINKS, older
 from pagefold.masks.watched_model import WatchedModel
 from pagefold.quality.divergence import compare_rows
-from pagefold.quality.reserved import for_calibrating, for_evaluating
+from pagefold.quality.reserved import for_evaluating
 from pagefold.quality.statistics import estimate
 from pagefold.quality.texts import fetch_default_texts
 from pagefold.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from pathlib import Path
 
     from pagefold.masks.scorer_file import KeptScorer
     from pagefold.masks.watched_model import Entering, Mask, SeenRows
@@ -162,16 +161,6 @@ class Found:
     def mean_kl(self, part: slice = slice(None)) -> float:
         """Return the mean divergence over some positions."""
         return float(np.mean([figures.kl[part].mean() for figures in self.figures]))
-
-
-def scorer_of(folder: Path, texts: Sequence[Text]) -> KeptScorer:
-    """Return the model's scorer, calibrated if it is not kept."""
-    kept = kept_scorer(folder)
-    if kept is not None:
-        return kept
-    with progress_bar() as progress:
-        reserved = [text.content for text in for_calibrating(texts)]
-        return calibrate(folder, [shipped_text(), *reserved], progress=progress)
 
 
 def contexts(texts: Sequence[Text], tokenizer: Tokenizer, length: int, num: int, seed: int) -> list[list[int]]:
@@ -290,7 +279,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with progress_bar() as progress:
         folder = resolve(MODEL, cache_dir(), progress=progress)
         texts = fetch_default_texts(cache_dir(), progress=progress)
-    kept = scorer_of(folder, texts)
+        kept = ensure_scorer(MODEL, progress)
     model, tokenizer = WatchedModel(folder), Tokenizer(folder)
     mean, least, greatest = kept.found_on.explained
     rows = [

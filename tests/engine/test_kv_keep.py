@@ -7,7 +7,8 @@ from random import Random
 
 import pytest
 import torch
-from equivalence.packing_house import random_scorer
+from equivalence.packing_house import keep_random_scorer
+from equivalence.settings import long_but
 from equivalence.tiny_models import VOCAB_SIZE, save_tiny_model
 
 from pagefold.config import EngineConfig
@@ -16,9 +17,6 @@ from pagefold.engine.namespace import namespace_of
 from pagefold.engine.planning import plan_engine
 from pagefold.errors import ConfigError, InvalidRequestError
 from pagefold.llm import LLM
-from pagefold.masks.calibration import _VERSION, scorer_path
-from pagefold.masks.scorer_file import FoundOn, KeptScorer, write_scorer
-from pagefold.runner.content import content_fingerprint
 from pagefold.sampling import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
@@ -33,12 +31,7 @@ def folder(tmp_path_factory):
 def calibrated(folder, tmp_path, monkeypatch):
     """Return the config of a model whose scorer is kept."""
     monkeypatch.setenv("PAGEFOLD_CACHE", str(tmp_path))
-    scorer = random_scorer(folder)
-    scorer = scorer._replace(biases=torch.zeros_like(scorer.biases), quantiles=torch.linspace(-3, 3, 4097))
-    found_on = FoundOn(_VERSION, content_fingerprint(folder, tmp_path), 1, 1, "", 1.0, (0.5, 0.4, 0.6))
-    file = scorer_path(folder)
-    file.parent.mkdir(parents=True)
-    write_scorer(file, KeptScorer(scorer, found_on))
+    keep_random_scorer(folder)
     return EngineConfig(
         model=str(folder), dtype="float32", kv_keep=0.5, kv_cache_memory_bytes=2**26, max_model_len=2048
     )
@@ -58,7 +51,8 @@ def test_a_share_out_of_range_is_refused(share):
         ({"kv_offloading_size": 1.0}, "kv_offloading_size"),
         ({"kv_disk_path": "/nowhere"}, "kv_disk_path"),
         ({"kv_remote_url": "redis://127.0.0.1:1"}, "kv_remote_url"),
-        ({"kv_cache_dtype": "int8_per_token_head"}, "kv_cache_dtype"),
+        ({"kv_cache_dtype": "kivi2"}, "kv_cache_dtype=kivi2"),
+        ({"kv_cache_dtype": "int8", "kv_cache_dtype_skip_layers": (0,)}, "kv_cache_dtype_skip_layers"),
         ({"quantization": "int8"}, "quantization"),
         ({"speculative_config": "ngram"}, "speculative_config"),
     ],
@@ -99,10 +93,14 @@ def test_a_model_that_nobody_has_calibrated(folder, tmp_path, monkeypatch):
 
 
 def test_blocks_are_shared_with_nobody_who_keeps_others(calibrated):
-    half, third = (plan_engine(replace(calibrated, kv_keep=share)) for share in (0.5, 0.3))
-    exact = plan_engine(replace(calibrated, kv_keep=None))
-    names = {namespace_of(blueprint).key() for blueprint in (half, third, exact)}
-    assert len(names) == 3
+    changes = (
+        {"kv_keep": 0.3},
+        {"kv_keep": None},
+        {"kv_cache_dtype": "int8"},
+        {"kv_keep": None, "kv_cache_dtype": "int8"},
+    )
+    configs = [calibrated, *(replace(calibrated, **change) for change in changes)]
+    assert len({namespace_of(plan_engine(config)).key() for config in configs}) == len(configs)
 
 
 def test_a_start_says_that_outputs_are_not_the_models(calibrated):
@@ -113,13 +111,18 @@ def test_a_start_says_that_outputs_are_not_the_models(calibrated):
     assert "outputs are not the model's" in line
 
 
-def test_outputs_are_the_same_warm_and_cold_and_beams_are_refused(calibrated):
+@pytest.mark.parametrize("kv_cache_dtype", long_but(["auto"], ["auto", "int8"]))
+def test_outputs_are_the_same_warm_and_cold_and_beams_are_refused(calibrated, kv_cache_dtype):
     random = Random(0)
     drawn = (random.choices(range(5, VOCAB_SIZE), k=length) for length in (1500, 700, 100))
     prompts = [{"prompt_token_ids": tokens} for tokens in drawn]
     settings = {name: getattr(calibrated, name) for name in ("model", "dtype", "kv_keep", "kv_cache_memory_bytes")}
-    llm = LLM(**settings, max_model_len=2048)
-    cold, warm = ([one.outputs[0].token_ids for one in llm.generate(prompts, GREEDY)] for _ in range(2))
-    assert cold == warm
+    llm = LLM(**settings, max_model_len=2048, kv_cache_dtype=kv_cache_dtype)
+    cold, warm = (llm.generate(prompts, GREEDY) for _ in range(2))
+    assert [one.outputs[0].token_ids for one in cold] == [one.outputs[0].token_ids for one in warm]
+    shares = [[one.outputs[0].kept_share for one in outputs] for outputs in (cold, warm)]
+    assert shares[0] == shares[1]
+    assert shares[0][2] is None  # none of it is old enough
+    assert all(0.4 < share < 0.75 for share in shares[0][:2])
     with pytest.raises(InvalidRequestError, match="keeps a share of older tokens only"):
         llm.generate(prompts[2], SamplingParams(use_beam_search=True, n=2, temperature=0.0, max_tokens=4))

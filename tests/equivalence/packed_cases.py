@@ -12,6 +12,7 @@ from random import Random
 
 import numpy as np
 import torch
+from hypothesis import strategies as st
 
 from pagefold.kv import KVGeometry
 from pagefold.runner.attention import AttentionInputs, GroupInputs
@@ -19,7 +20,7 @@ from pagefold.runner.attention.packed import KeptUnits, PackedInputs, UnitShape
 from pagefold.runner.attention.packed_reference import pack_chunk, packed_attention, write_whole
 from pagefold.runner.slab import LAYOUT, Slab
 
-__all__ = ["KEEPERS", "NUM_SINKS", "Holder", "PackedCase", "Run", "cut", "keep_some"]
+__all__ = ["KEEPERS", "NUM_SINKS", "Holder", "PackedCase", "Run", "cut", "keep_some", "steps_of"]
 
 NUM_SINKS = 4
 
@@ -53,6 +54,17 @@ KEEPERS = {
 def cut(length, size):
     """Cut a prompt into steps of so many tokens."""
     return [min(size, length - start) for start in range(0, length, size)]
+
+
+@st.composite
+def steps_of(draw, lengths, most):
+    """Draw steps in which all tokens of some sequences are computed, of up to so many of each."""
+    steps, left = [], dict(enumerate(lengths))
+    while left:
+        seqs = draw(st.lists(st.sampled_from(sorted(left)), min_size=1, unique=True))
+        steps.append([(seq, min(left[seq], draw(st.one_of(st.just(1), st.integers(1, most))))) for seq in seqs])
+        left = {seq: rest for seq, num in left.items() if (rest := num - dict(steps[-1]).get(seq, 0))}
+    return steps
 
 
 @dataclass
@@ -178,7 +190,8 @@ class Run:
         )
         self.layout = layout
         self.slab = self.allocate(whole + units + 1)
-        self.slab.data.fill_(torch.nan)
+        for block in range(whole + units + 1):
+            self.forget(block, 0)
         self.free = list(range(1, whole + units + 1))
         Random(case.seed).shuffle(self.free)
         self.held = [Holder() for _ in case.lengths]

@@ -2,23 +2,61 @@
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import torch
 
+from equivalence.coded_cases import some_constants
 from equivalence.packed_cases import NUM_SINKS, Holder, Run
-from pagefold.kv import KeepRule, KVGeometry
+from pagefold.kv import CODECS, KeepRule, KVGeometry
 from pagefold.runner.attention.cpu import CpuAttention
 from pagefold.runner.attention.packed import KeptUnits, PackedInputs
+from pagefold.runner.codec_slab import CodecSlab
+from pagefold.runner.codecs import CELL_CODECS
 from pagefold.runner.slab import PAIRS_LAYOUT, Slab
 
-__all__ = ["run_kernel"]
+__all__ = ["TOKEN_CODECS", "as_stored", "run_kernel"]
+
+TOKEN_CODECS = sorted(name for name, codec in CELL_CODECS.items() if not codec.seals and name not in {"float32", "fp8"})
+"""Codecs that encode token by token."""
+POISON = 0xFF
+"""Fills blocks of codes that mean nothing: scales are NaN then, or the largest numbers that there are."""
 
 
-def run_kernel(case, steps, *, in_pairs=False, num_threads=2):
+def run_kernel(case, steps, *, in_pairs=False, num_threads=2, codec=""):
     """Return the outputs of each sequence, ``[L, n, H, D]``, as :meth:`PackedCase.run` does."""
-    return KernelRun(case, in_pairs=in_pairs, num_threads=num_threads).all_of(steps, gives_back=True)
+    return KernelRun(case, in_pairs=in_pairs, num_threads=num_threads, codec=codec).all_of(steps, gives_back=True)
+
+
+def as_stored(case, codec):
+    """Return a case of the K and V that a codec makes of another's: each entry's alone, where it is in its sequence."""
+    shape, stored = case.shape, copy(case)
+    stored.key, stored.value = ([own.clone() for own in operands] for operands in (case.key, case.value))
+    for seq, length in enumerate(case.lengths):
+        slab = CodecSlab.allocate(_coded_geometry(shape, codec), -(-length // shape.block_size), _constants_of(shape))
+        entries = torch.arange(length)
+        for layer, head in product(range(shape.num_layers), range(shape.num_kv_heads)):
+            cell, kv = (
+                layer * shape.num_kv_heads + head,
+                (case.key[seq][layer, :, head], case.value[seq][layer, :, head]),
+            )
+            slab.write(cell, entries // shape.block_size, entries, kv)
+            key, value = slab.read(cell, entries // shape.block_size, entries)
+            stored.key[seq][layer, :, head], stored.value[seq][layer, :, head] = key.double(), value.double()
+    return stored
+
+
+def _coded_geometry(shape, codec, keeps=()):
+    return KVGeometry(
+        shape.num_layers, shape.num_kv_heads, shape.head_dim, 4, shape.block_size, codec=CODECS[codec], keeps=keeps
+    )
+
+
+def _constants_of(shape):
+    return some_constants(shape.num_layers * shape.num_kv_heads, shape.head_dim, 3)
 
 
 class KernelRun(Run):
@@ -28,16 +66,20 @@ class KernelRun(Run):
         case: what to compute; all of its layers.
         in_pairs: whether numbers lie in pairs of bfloat16.
         num_threads: of the team.
+        codec: of K and V; empty for none.
     """
 
-    def __init__(self, case, *, in_pairs, num_threads):
-        self.is_in_pairs = in_pairs
+    def __init__(self, case, *, in_pairs, num_threads, codec=""):
+        self.is_in_pairs, self.codec = in_pairs, codec
         super().__init__(case, torch.float32, PAIRS_LAYOUT if in_pairs else "")
         self.attention = CpuAttention(num_threads)
 
     def allocate(self, num_blocks):
         case, shape = self.case, self.case.shape
         self.rule = KeepRule(case.chunk_size, is_chunked=True, num_before=1, packs=True)
+        if self.codec:
+            geometry = _coded_geometry(shape, self.codec, (self.rule,) * shape.num_layers)
+            return CodecSlab.allocate(geometry, num_blocks, _constants_of(shape))
         dtype = torch.bfloat16 if self.is_in_pairs else torch.float32
         geometry = KVGeometry(
             shape.num_layers, shape.num_kv_heads, shape.head_dim, dtype.itemsize, shape.block_size,
@@ -83,6 +125,12 @@ class KernelRun(Run):
             self.forget(block, 0)
             self.free.insert(0, block)
             held.first += self.case.shape.block_size
+
+    def forget(self, block, begin):
+        if self.codec:
+            self.slab.data[block] = POISON
+        else:
+            super().forget(block, begin)
 
     def free_spare(self, held, number):
         chunk = held.chunks[number]

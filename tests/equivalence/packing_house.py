@@ -7,11 +7,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pagefold.kv import KeepRule, KVCore, KVGeometry, audit
+from equivalence.coded_cases import some_constants
+from pagefold.config import cache_dir
+from pagefold.kv import CODECS, KeepRule, KVCore, KVGeometry, audit
+from pagefold.masks.calibration import _VERSION, scorer_path
 from pagefold.masks.mask import ScoredMask
 from pagefold.masks.rule import CHUNK
 from pagefold.masks.scorer import Scorer
+from pagefold.masks.scorer_file import FoundOn, KeptScorer, write_scorer
 from pagefold.request import Request, StopRule
+from pagefold.runner.codec_slab import CodecSlab
+from pagefold.runner.content import content_fingerprint
 from pagefold.runner.fused.decoder import FusedDecoder
 from pagefold.runner.fused.formats import decoder_formats
 from pagefold.runner.fused.weights import pack_model
@@ -28,7 +34,7 @@ if TYPE_CHECKING:
     from pagefold.runner.keeping import Keeping
     from pagefold.steps import StepPlan
 
-__all__ = ["PackingHouse", "fit_thresholds", "random_scorer", "twin_logits"]
+__all__ = ["PackingHouse", "fit_thresholds", "keep_random_scorer", "random_scorer", "twin_logits"]
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=None)
 
@@ -39,6 +45,16 @@ def random_scorer(folder: Path, seed: int = 0) -> Scorer:
     shape = spec.num_layers, spec.num_kv_heads
     weights = torch.randn(*shape, spec.fused.hidden_size, generator=random) / math.sqrt(spec.fused.hidden_size)
     return Scorer(weights, torch.randn(shape, generator=random), torch.zeros(2))
+
+
+def keep_random_scorer(folder: Path) -> None:
+    """Keep such a scorer where engines look for it: of scores about 0, so that a share keeps about as many."""
+    scorer = random_scorer(folder)
+    scorer = scorer._replace(biases=torch.zeros_like(scorer.biases), quantiles=torch.linspace(-3, 3, 4097))
+    found_on = FoundOn(_VERSION, content_fingerprint(folder, cache_dir()), 1, 1, "", 1.0, (0.5, 0.4, 0.6))
+    file = scorer_path(folder)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_scorer(file, KeptScorer(scorer, found_on))
 
 
 def fit_thresholds(model: WatchedModel, scorer: Scorer, texts: list[list[int]], keep: float) -> torch.Tensor:
@@ -93,6 +109,7 @@ class PackingHouse:
         keeping: by what entries are kept.
         num_blocks, max_num_batched_tokens, num_threads, caches_prefixes: of the engine that it would be.
         dtype: that it computes in.
+        codec: of K and V; empty for none.
 
     Attributes:
         logits: of each request, by how many tokens it had, what it sampled the next from.
@@ -110,16 +127,21 @@ class PackingHouse:
         caches_prefixes: bool = True,
         dtype: str = "float32",
         block_size: int = 16,
+        codec: str = "",
     ) -> None:
         spec, formats = inspect_model(folder), decoder_formats(dtype, None)
         rule = KeepRule(CHUNK, is_chunked=True, num_before=1, packs=True)
         torch_dtype = getattr(torch, dtype)
         self.geometry = KVGeometry(
             spec.num_layers, spec.num_kv_heads, spec.head_dim, torch_dtype.itemsize, block_size,
-            keeps=(rule,) * spec.num_layers,
+            codec=CODECS[codec] if codec else None, keeps=(rule,) * spec.num_layers,
         )  # fmt: skip
-        layout = layout_on("cpu", in_pairs=dtype == "bfloat16")
-        self.slab = Slab.allocate(self.geometry, num_blocks, torch_dtype, "cpu", layout)
+        if codec:
+            constants = some_constants(self.geometry.num_cells, spec.head_dim, 5)
+            self.slab = CodecSlab.allocate(self.geometry, num_blocks, constants)
+        else:
+            layout = layout_on("cpu", in_pairs=dtype == "bfloat16")
+            self.slab = Slab.allocate(self.geometry, num_blocks, torch_dtype, "cpu", layout)
         packed = pack_model(spec.fused, folder, spec.max_positions, formats, keeping)
         decoder = FusedDecoder(spec.fused, packed, self.slab, num_threads=num_threads, chunk_size=CHUNK)
         self.runner = _Logged(decoder, self.geometry, self.slab)

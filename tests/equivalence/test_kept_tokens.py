@@ -11,6 +11,7 @@ from random import Random
 import pytest
 import torch
 
+from equivalence.packed_kernel import TOKEN_CODECS
 from equivalence.packing_house import PackingHouse, fit_thresholds, random_scorer, twin_logits
 from equivalence.tiny_models import VOCAB_SIZE
 from pagefold.masks.rule import CHUNK, NUM_SINKS
@@ -81,6 +82,21 @@ def test_bits_are_the_same_in_any_chunks_any_batch_and_warm_or_cold(masked, dtyp
                 assert torch.equal(own, expected)
         hits = [house.num_hit_tokens[request.request_id] for request in requests]
         assert [hit > 2 * CHUNK for hit in hits] == [len(prompt) > 2 * CHUNK + 16 for prompt in PROMPTS]
+
+
+@pytest.mark.long  # the decoder is compiled for codes
+@pytest.mark.parametrize("codec", TOKEN_CODECS)
+def test_bits_of_codes_are_the_same_in_any_chunks_and_warm_or_cold(masked, codec):
+    folder, keeping, _ = masked("llama", 0.5)
+    alone = []
+    for prompt in PROMPTS[:3]:
+        house = PackingHouse(folder, keeping, num_threads=1, caches_prefixes=False, codec=codec)
+        alone += bits(house, house.outputs([prompt], NUM_OUTPUTS))
+    for budget in (90, 4096):
+        house = PackingHouse(folder, keeping, max_num_batched_tokens=budget, codec=codec)
+        for _ in range(2):  # cold, and then warm
+            for own, expected in zip(bits(house, house.outputs(PROMPTS[:3], NUM_OUTPUTS)), alone, strict=True):
+                assert torch.equal(own, expected)
 
 
 def test_who_is_preempted_goes_on_with_what_was_packed(masked):

@@ -11,11 +11,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from equivalence.attention_cases import Shape
-from equivalence.packed_cases import KEEPERS, PackedCase, cut
-from equivalence.packed_kernel import run_kernel
+from equivalence.packed_cases import KEEPERS, PackedCase, cut, steps_of
+from equivalence.packed_kernel import TOKEN_CODECS, as_stored, run_kernel
 from equivalence.settings import long_but
 
 FLOAT32_BOUND = 8e-6
+CODES_BOUND = 3e-5  # as in ``test_codecs.py``
 SMALL = Shape(block_size=16, head_dim=16, num_kv_heads=2, group=2)
 SHAPES = (
     Shape(block_size=16, head_dim=64, num_kv_heads=3, group=3),
@@ -49,17 +50,6 @@ def test_capped_scores_and_learned_sinks(change):
     case.hold(each(case, 60), FLOAT32_BOUND)
 
 
-@st.composite
-def steps_of(draw, lengths, most):
-    """Draw steps in which all tokens of some sequences are computed, of up to so many of each."""
-    steps, left = [], dict(enumerate(lengths))
-    while left:
-        seqs = draw(st.lists(st.sampled_from(sorted(left)), min_size=1, unique=True))
-        steps.append([(seq, min(left[seq], draw(st.one_of(st.just(1), st.integers(1, most))))) for seq in seqs])
-        left = {seq: rest for seq, num in left.items() if (rest := num - dict(steps[-1]).get(seq, 0))}
-    return steps
-
-
 @pytest.mark.parametrize("in_pairs", [False, True], ids=["numbers", "pairs"])
 @settings(max_examples=15, suppress_health_check=list(HealthCheck))
 @given(data=st.data(), seed=st.integers(0, 2**32), keeper=st.sampled_from(sorted(KEEPERS)))
@@ -72,6 +62,28 @@ def test_bits_hang_on_nothing_but_the_sequence(in_pairs, data, seed, keeper):
         assert torch.equal(one, other)
     if not in_pairs:
         case.hold(alone, FLOAT32_BOUND)
+
+
+@pytest.mark.parametrize("codec", long_but(["int8_per_token_head", "k8v4", "int4_plain"], TOKEN_CODECS))
+def test_codes_are_dense_attention_over_what_is_stored(codec):
+    """Also behind the first range of positions, where other constants are taken off K; with learned sinks, softcaps."""
+    shape = Shape(block_size=16, head_dim=64, num_kv_heads=2, group=3)
+    for change in ({"sink_size": 2.0}, {"softcap": 3.0}):
+        case = PackedCase(shape, [700, 90], KEEPERS["half"], chunk_size=64, **change)
+        as_stored(case, codec).hold(each(case, 170, codec=codec), CODES_BOUND)
+
+
+@pytest.mark.parametrize("codec", long_but(["int4_per_token_head"], TOKEN_CODECS))
+@settings(max_examples=8, suppress_health_check=list(HealthCheck))
+@given(data=st.data(), seed=st.integers(0, 2**32), keeper=st.sampled_from(sorted(KEEPERS)))
+def test_bits_of_codes_hang_on_nothing_but_the_sequence(codec, data, seed, keeper):
+    lengths = data.draw(st.lists(st.integers(1, 170), min_size=1, max_size=3))
+    case = PackedCase(SMALL, lengths, KEEPERS[keeper], seed=seed, chunk_size=32)
+    alone = each(case, 1, codec=codec, num_threads=1)
+    dealt = run_kernel(case, data.draw(steps_of(lengths, 170)), codec=codec)
+    for one, other in zip(alone, dealt, strict=True):
+        assert torch.equal(one, other)
+    as_stored(case, codec).hold(alone, CODES_BOUND)
 
 
 def test_pairs_are_near_dense_attention():

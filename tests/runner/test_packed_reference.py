@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from equivalence.attention_cases import Shape
-from equivalence.packed_cases import KEEPERS, NUM_SINKS, PackedCase, cut, keep_some
+from equivalence.packed_cases import KEEPERS, NUM_SINKS, PackedCase, cut, keep_some, steps_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -66,17 +66,6 @@ def test_lengths_at_every_boundary(edge):
     steps = [[(seq, length - 6)] for seq, length in enumerate(lengths)]
     steps += [[(seq, num) for seq in range(len(lengths))] for num in (5, 1)]
     case.hold(case.run(steps), FLOAT64_BOUND)
-
-
-@st.composite
-def steps_of(draw, lengths, most):
-    """Draw steps in which all tokens of some sequences are computed, of up to so many of each."""
-    steps, left = [], dict(enumerate(lengths))
-    while left:
-        seqs = draw(st.lists(st.sampled_from(sorted(left)), min_size=1, unique=True))
-        steps.append([(seq, min(left[seq], draw(st.one_of(st.just(1), st.integers(1, most))))) for seq in seqs])
-        left = {seq: rest for seq, num in left.items() if (rest := num - dict(steps[-1]).get(seq, 0))}
-    return steps
 
 
 @settings(max_examples=20, suppress_health_check=list(HealthCheck))

@@ -1,4 +1,4 @@
-"""``pagefold eval``: what a KV codec, a number format, or a window with sink tokens costs on a model and a text."""
+"""``pagefold eval``: what a KV codec, a number format, a window, or a share of older tokens costs on a model."""
 
 from __future__ import annotations
 
@@ -13,14 +13,24 @@ import typer
 from rich.console import Console
 
 from pagefold.cli.fail import fail
+from pagefold.cli.fit_scorer import fit_scorer
 from pagefold.cli.models import progress_bar
 from pagefold.cli.options import parse_layers
 from pagefold.cli.serve import check_installed, quiet_transformers
 from pagefold.config import DROPPED_BITS, EngineConfig, cache_dir
-from pagefold.engine.verdicts import SAME_AS, Verdict, floor_of, format_floor_of, subject_of, write_verdict
-from pagefold.errors import ConfigError, PagefoldError
+from pagefold.engine.verdicts import (
+    SAME_AS,
+    Verdict,
+    floor_of,
+    format_floor_of,
+    keep_floor_of,
+    subject_of,
+    write_verdict,
+)
+from pagefold.errors import ConfigError, NotCalibratedError, PagefoldError
 from pagefold.files.whole import check_writable, write_whole
 from pagefold.kv import KV_CACHE_DTYPES
+from pagefold.masks.rule import CHUNK
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -39,6 +49,8 @@ NUMBER_FORMATS: Mapping[str, Mapping[str, object]] = {
     "w8a8_int8": {"quantization": "w8a8_int8"},
 }
 """What an engine can be asked to compute in, beside its own dtype; two go together with a plus."""
+
+_CODEC_FIELDS = "kv_cache_dtype", "kv_cache_dtype_skip_layers"
 
 _WHAT, _TEXT, _ANSWER, _ENGINE = "What is evaluated", "Text", "Answer", "Engine"
 
@@ -88,6 +100,15 @@ def evaluate(  # noqa: PLR0913 - one parameter a flag
     streaming_llm_sinks: Annotated[
         int, typer.Option(metavar="TOKENS", help="How many first tokens.", rich_help_panel=_WHAT)
     ] = 4,
+    kv_keep: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SHARES",
+            help="Shares of older tokens that are kept, with commas: 0.5,0.25. Each is evaluated alone, and with each "
+            "codec that --kv-cache-dtype names.",
+            rich_help_panel=_WHAT,
+        ),
+    ] = None,
     text: Annotated[
         Path | None,
         typer.Option(
@@ -153,7 +174,7 @@ def evaluate(  # noqa: PLR0913 - one parameter a flag
         int | None, typer.Option(help="Threads that compute; all cores if not given.", rich_help_panel=_ENGINE)
     ] = None,
 ) -> None:
-    """Measure what codecs of MODEL's KV, number formats and windows cost, beside the exact ones in the same run."""
+    """Measure what codecs of MODEL's KV, number formats, windows and shares cost, beside the exact cache of the run."""
     try:
         check_installed()
         config = EngineConfig(
@@ -183,13 +204,14 @@ def evaluate(  # noqa: PLR0913 - one parameter a flag
 
         transports = _transports(kv_transport_codec)
         windows = _window_settings(config, streaming_llm, streaming_llm_sinks, context_len)
-        asked = _Asked(kv_cache_dtype, layers, transports, number_formats, windows)
+        shares = _share_settings(config, kv_keep, _Stored(kv_cache_dtype, layers, transports), context_len)
+        asked = _Asked(kv_cache_dtype, layers, transports, number_formats, windows | shares)
         config, settings = _compared(config, asked)
         quiet_transformers(is_loaded=True)
         with progress_bar() as progress:
             question = Question(
                 settings=list(settings.values()),
-                texts=_texts(text, progress),
+                texts=_texts(text, progress, leaves_reserved=bool(shares)),
                 context_len=context_len,
                 num_contexts=num_contexts,
                 num_greedy_tokens=greedy_tokens,
@@ -197,7 +219,11 @@ def evaluate(  # noqa: PLR0913 - one parameter a flag
                 num_bins=num_bins,
                 seed=seed,
             )
-            evaluation = run(config, question, progress=progress)
+            try:
+                evaluation = run(config, question, progress=progress)
+            except NotCalibratedError:  # nothing else is in the way
+                fit_scorer(model, progress, threads=threads)
+                evaluation = run(config, question, progress=progress)
         if png is not None:
             from pagefold.quality.figure import evaluation_png  # noqa: PLC0415 - matplotlib comes with it
 
@@ -211,6 +237,14 @@ def evaluate(  # noqa: PLR0913 - one parameter a flag
         fail(error)
 
 
+class _Stored(NamedTuple):
+    """How K and V are to be stored, as flags say it."""
+
+    kv_cache_dtype: str | None
+    layers: tuple[int, ...]
+    transports: Sequence[TransportCodec]
+
+
 class _Asked(NamedTuple):
     """What is to be evaluated, as flags say it."""
 
@@ -218,7 +252,7 @@ class _Asked(NamedTuple):
     layers: tuple[int, ...]
     transports: Sequence[TransportCodec]
     number_formats: str | None
-    windows: Mapping[str, Setting]
+    masks: Mapping[str, Setting]
 
 
 def _compared(config: EngineConfig, asked: _Asked) -> tuple[EngineConfig, dict[str, Setting]]:
@@ -229,13 +263,13 @@ def _compared(config: EngineConfig, asked: _Asked) -> tuple[EngineConfig, dict[s
     """
     settings = _format_settings(config, asked.number_formats)
     if settings:
-        others = {"codecs": asked.kv_cache_dtype, "windows": asked.windows}
+        others = {"codecs": asked.kv_cache_dtype, "windows and shares": asked.masks}
         for what, named in others.items():
             if named and config.dtype == "auto":
                 msg = f"number_formats are compared with float32, and {what} with what a server computes."
                 raise ConfigError(msg, remedy="Evaluate each in a run of its own, or give --dtype float32.")
         config = replace(config, dtype="float32")
-    settings |= asked.windows
+    settings |= asked.masks
     if asked.kv_cache_dtype is not None or not settings:
         settings |= _settings(config, asked.kv_cache_dtype, asked.layers, asked.transports)
     elif list(asked.transports) != _transports("none"):
@@ -344,8 +378,42 @@ def _window_settings(config: EngineConfig, windows: str | None, num_sinks: int, 
     return settings
 
 
+def _share_settings(config: EngineConfig, shares: str | None, stored: _Stored, context_len: int) -> dict[str, Setting]:
+    """Return the shares of older tokens that are evaluated, by name: each alone, and with each codec that is named.
+
+    Raises:
+        ConfigError: one is no share, cannot be, or keeps all of a context.
+    """
+    from pagefold.quality.setting import Setting  # noqa: PLC0415
+
+    settings: dict[str, Setting] = {}
+    if shares is not None and context_len <= 2 * CHUNK:
+        msg = f"kv_keep is given, and of contexts of {context_len} tokens all are kept: {2 * CHUNK} are anyway."
+        raise ConfigError(msg, remedy=f"Give a --context-len above {2 * CHUNK}.")
+    if shares is not None and list(stored.transports) != _transports("none"):
+        msg = "kv_keep and kv_transport_codec are given, and what is packed for a pool is none of a share yet."
+        raise ConfigError(msg, remedy="Evaluate each in a run of its own.")
+    names = stored.kv_cache_dtype.split(",") if stored.kv_cache_dtype is not None else ()
+    codecs = ["auto", *(name.strip() for name in names if name.strip() != "auto")]
+    for share, codec in product(shares.split(",") if shares is not None else (), codecs):
+        try:
+            overrides: dict[str, object] = {"kv_keep": float(share)}
+        except ValueError:
+            msg = f"kv_keep has {share.strip()!r}, which is no share."
+            raise ConfigError(msg, remedy="Give numbers between 0 and 1 with commas, such as 0.5,0.25.") from None
+        name = f"kv_keep {float(share)}"
+        if codec != "auto":
+            overrides |= {"kv_cache_dtype": codec, "kv_cache_dtype_skip_layers": stored.layers}
+            name = f"{name}, {codec}"
+        settings[name] = Setting(name, overrides)
+        settings[name].apply(config)
+    return settings
+
+
 def _floor(setting: Setting, config: EngineConfig) -> float:
     """Return the floor of what a setting changes: of a window there is none, whatever the config has besides."""
+    if "kv_keep" in setting.overrides:
+        return keep_floor_of(setting.apply(config))
     if "kv_cache_dtype" in setting.overrides:
         return floor_of(setting.apply(config))
     return format_floor_of(setting.apply(config)) if "quantization" in setting.overrides else 0.0
@@ -356,10 +424,15 @@ def _has_floor(config: EngineConfig) -> bool:
     return floor_of(replace(config, kv_quality_floor=None)) > 0
 
 
-def _texts(file: Path | None, progress: Progress) -> list[Text]:
+def _texts(file: Path | None, progress: Progress, *, leaves_reserved: bool) -> list[Text]:
+    """Return what is read; of the default texts perhaps without what scorers are fitted to."""
+    from pagefold.quality.reserved import for_evaluating  # noqa: PLC0415
     from pagefold.quality.texts import fetch_default_texts, read_text  # noqa: PLC0415
 
-    return fetch_default_texts(cache_dir(), progress=progress) if file is None else [read_text(file)]
+    if file is not None:
+        return [read_text(file)]
+    texts = fetch_default_texts(cache_dir(), progress=progress)
+    return for_evaluating(texts) if leaves_reserved else texts
 
 
 def _save(evaluation: Evaluation, config: EngineConfig, settings: Mapping[str, Setting]) -> None:
@@ -370,12 +443,12 @@ def _save(evaluation: Evaluation, config: EngineConfig, settings: Mapping[str, S
             verdict = Verdict(
                 model=evaluation.model,
                 fingerprint=evaluation.fingerprint,
-                subject=subject_of(applied, found.dtype, found.transport),
+                subject=subject_of(applied, found.dtype, found.transport, found.mask),
                 top1_agreement=found.top1_agreement.value,
                 top1_standard_error=found.top1_agreement.standard_error,
                 perplexity_change=found.perplexity_change.value,
                 kl=found.kl.value,
-                num_tokens=evaluation.num_tokens,
+                num_tokens=found.num_tokens,
                 context_len=evaluation.context_len,
                 text=evaluation.text,
                 text_digest=evaluation.text_digest,
@@ -388,10 +461,11 @@ def _save(evaluation: Evaluation, config: EngineConfig, settings: Mapping[str, S
 def _recommended(
     evaluation: Evaluation, max_perplexity_change: float, settings: Mapping[str, Setting], floors: Mapping[str, float]
 ) -> tuple[str, str]:
-    """Return the codec to use, and why. Number formats are none."""
+    """Return the codec to use, and why. Number formats are none, and so are shares of older tokens."""
     from pagefold.quality.recommend import recommend  # noqa: PLC0415
 
-    floors = {name: floors[name] if "kv_cache_dtype" in one.overrides else inf for name, one in settings.items()}
+    is_codec = {name: one.overrides.keys() <= {*_CODEC_FIELDS} for name, one in settings.items()}
+    floors = {name: floors[name] if is_codec[name] else inf for name in settings}
     found = recommend(evaluation, max_perplexity_change, lambda setting: floors[setting.name])
     bound = f"perplexity within {max_perplexity_change:.2%} of the exact cache's, and top-1 agreement over its floor"
     if found is None:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pagefold.hub.progress import Progress
     from pagefold.masks.scorer_file import KeptScorer
 
-__all__ = ["fit_scorer"]
+__all__ = ["ensure_scorer", "fit_scorer"]
 
 
 def fit_scorer(
@@ -49,6 +49,14 @@ def fit_scorer(
     num_contexts = calibration.DEFAULT_NUM_CONTEXTS if num_contexts is None else num_contexts
     kept = calibration.calibrate(folder, texts, num_contexts=num_contexts, progress=progress)
     return kept, calibration.scorer_path(folder)
+
+
+def ensure_scorer(model: str, progress: Progress, *, threads: int | None = None) -> KeptScorer:
+    """Return a model's scorer, fitted if nobody has fitted it yet; arguments and errors as of :func:`fit_scorer`."""
+    from pagefold.masks.calibration import kept_scorer  # noqa: PLC0415 - torch comes with it
+
+    kept = kept_scorer(resolve(model, cache_dir(), progress=progress))
+    return fit_scorer(model, progress, threads=threads)[0] if kept is None else kept
 
 
 def _texts(file: Path | None, shipped: Callable[[], str], progress: Progress) -> list[str]:

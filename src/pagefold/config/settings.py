@@ -386,7 +386,8 @@ class EngineConfig:
             "kv_offloading_size": self.kv_offloading_size > 0,
             "kv_disk_path": self.kv_disk_path is not None,
             "kv_remote_url": self.kv_remote_url is not None,
-            "kv_cache_dtype": self.kv_cache_dtype != "auto",
+            "kv_cache_dtype=kivi2": self.kv_cache_dtype == "kivi2",
+            "kv_cache_dtype_skip_layers": bool(self.kv_cache_dtype_skip_layers),
             "quantization": self.quantization is not None,
             "speculative_config": self.speculative_config is not None,
         }

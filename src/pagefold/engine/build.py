@@ -78,13 +78,16 @@ def build_engine(
     Raises:
         UnsupportedModelError: the model calls its attention in a way that would be computed wrongly.
         ConfigError: a slow tier cannot be used, and must be.
-        QualityError: the codec is under the quality floor on this model.
+        QualityError: a codec, a number format or a share is under the quality floor on this model.
     """
     from pagefold.runner.content import content_fingerprint  # noqa: PLC0415 - heavy; only when it is needed
 
     config, spec, geometry = blueprint.config, blueprint.spec, blueprint.geometry
     dtype = str(blueprint.dtype).removeprefix("torch.")
-    check_quality(config, dtype, lambda: content_fingerprint(spec.folder, cache_dir()), cache_dir(), _log.warning)
+    mask = "" if blueprint.mask is None else blueprint.mask.name
+    check_quality(
+        config, dtype, lambda: content_fingerprint(spec.folder, cache_dir()), cache_dir(), _log.warning, mask=mask
+    )
     for line in hardware_of(blueprint).lines(blueprint):
         say(line)
     limit = blueprint.limit

@@ -208,7 +208,7 @@ def _measure(blueprint: Blueprint, make_decoder: MakeDecoder, text: str) -> Code
             turned = turning.turned(rows, positions + offset).flatten(1, 2)
             moments[plain.source_of(layer)] += turned.mT @ turned / (rows.shape[1] * len(token_ids) * len(offsets))
 
-    decoder = make_decoder(replace(blueprint, geometry=plain, capacity=capacity), slab, on_queries)
+    decoder = make_decoder(replace(blueprint, geometry=plain, capacity=capacity, mask=None), slab, on_queries)
     for start in range(0, len(token_ids), _TOKENS_A_STEP):
         plan = StepPlan(start)
         plan.token_ids = array("i", token_ids[start : start + _TOKENS_A_STEP])

@@ -153,6 +153,7 @@ class OpenOutputs:
             stop_reason=text.stop_reason if reason == "stop" else None,
             num_draft_tokens=request.num_draft_tokens,
             num_accepted_tokens=request.num_accepted_tokens,
+            kept_share=request.kept_share if reason is not None else None,
         )
         if reason == "error":
             assert request.matcher is not None  # in a step that ran, only it can have failed

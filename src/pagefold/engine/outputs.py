@@ -39,6 +39,8 @@ class OutputDelta:
         is_last: whether all samples of the request have ended with it.
         num_draft_tokens: how many drafts of the sample were computed so far.
         num_accepted_tokens: how many of those became tokens of it.
+        kept_share: in its last delta, what share of the memory of its older tokens was kept; None where all is, and
+            where none is old enough.
     """
 
     request_id: str
@@ -59,6 +61,7 @@ class OutputDelta:
     stop_reason: str | None = None
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    kept_share: float | None = None
 
     @property
     def can_merge(self) -> bool:
@@ -86,6 +89,8 @@ class CompletionOutput:
         finish_reason: ``stop``, ``length``, ``abort``, ``error`` or ``timeout``; None while it runs.
         logprobs: for each token, those of it and of the most likely tokens by token id, if asked for.
         cumulative_logprob: the sum of its tokens' logprobs, if they are asked for, or told which outputs are the best.
+        kept_share: with ``kv_keep``, once it has ended, what share of the memory of its older tokens was kept; None
+            where none is old enough.
     """
 
     index: int
@@ -94,6 +99,7 @@ class CompletionOutput:
     finish_reason: FinishReason | None = None
     logprobs: list[dict[int, Logprob]] | None = None
     cumulative_logprob: float | None = None
+    kept_share: float | None = None
 
 
 @dataclass(slots=True)
@@ -132,6 +138,7 @@ class RequestOutput:
         output.text += delta.text
         output.token_ids.extend(delta.token_ids)
         output.finish_reason = delta.finish_reason
+        output.kept_share = delta.kept_share
         if delta.logprobs is not None:
             if output.logprobs is None:
                 output.logprobs = []

@@ -1,10 +1,11 @@
-"""Verdicts: what ``pagefold eval`` found a codec, or a number format, to cost on a model, kept in the cache folder.
+"""Verdicts: what ``pagefold eval`` found a codec, a number format or a share to cost on a model, kept in the cache.
 
 An engine that is started with one reads the verdict on its model before it loads weights, and refuses what is under the
 floor. Without a verdict nobody knows what it costs, and the engine says so and how to find out.
 
 A codec's verdict compares it with the exact cache beside the same weights, a number format's with the model's own
-numbers beside the exact cache: an engine that has both needs both.
+numbers beside the exact cache: an engine that has both needs both. That of a share of older tokens (``kv_keep``) is
+about what is stored of them, so about the codec too.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ __all__ = [
     "check_quality",
     "floor_of",
     "format_floor_of",
+    "keep_floor_of",
     "read_verdict",
     "subject_of",
     "verdicts_folder",
@@ -70,7 +72,8 @@ class Verdict:
     Attributes:
         model: what the user called it; for people.
         fingerprint: of its weights and config: what it is the verdict on.
-        subject: the fields of ``QUALITY_FIELDS``, and ``kv_transport_codec`` where that is lossy.
+        subject: the fields of ``QUALITY_FIELDS``; ``kv_transport_codec`` where that is lossy; and of ``kv_keep``, where
+            a share is kept, the scorer and the share.
         top1_agreement: share of positions where the likeliest token is that of the exact cache.
         top1_standard_error: of it; None where there was one context only.
         perplexity_change: relative.
@@ -106,13 +109,16 @@ class Verdict:
         )
 
 
-def subject_of(config: EngineConfig, dtype: str, transport: TransportCodec | None = None) -> dict[str, Any]:
+def subject_of(
+    config: EngineConfig, dtype: str, transport: TransportCodec | None = None, mask: str = ""
+) -> dict[str, Any]:
     """Return what of a config a verdict is about, as JSON has it: however a codec is spelled, it is the same one.
 
     Args:
         config: of an engine.
         dtype: what that computes in, which ``auto`` does not say.
         transport: how blocks are packed on their way to a pool; None for what the config says.
+        mask: names by what older tokens are kept, where a share is.
     """
     found = {name: getattr(config, name) for name in QUALITY_FIELDS}
     name = KV_CACHE_DTYPES.get(config.kv_cache_dtype, config.kv_cache_dtype)
@@ -121,6 +127,8 @@ def subject_of(config: EngineConfig, dtype: str, transport: TransportCodec | Non
     found["kv_cache_dtype_skip_layers"] = sorted(set(config.kv_cache_dtype_skip_layers))
     if _is_rounded(config, transport or config.kv_transport_codec):
         found["kv_transport_codec"] = transport or config.kv_transport_codec
+    if config.kv_keep is not None:
+        found["kv_keep"] = mask
     return found
 
 
@@ -185,6 +193,13 @@ def format_floor_of(config: EngineConfig) -> float:
     return _FLOOR_8_BIT if config.kv_quality_floor is None else config.kv_quality_floor
 
 
+def keep_floor_of(config: EngineConfig) -> float:
+    """Return the least top-1 agreement where a share of older tokens is kept; 0 where all are."""
+    if config.kv_keep is None:
+        return 0.0
+    return _FLOOR_LESS if config.kv_quality_floor is None else config.kv_quality_floor
+
+
 class _Costly(NamedTuple):
     """Something of a config that has a floor.
 
@@ -205,10 +220,16 @@ class _Costly(NamedTuple):
     remedy: str
 
 
-def check_quality(
-    config: EngineConfig, dtype: str, fingerprint: Callable[[], str], cache_dir: Path, say: Callable[[str], None]
+def check_quality(  # noqa: PLR0913 - what a verdict is about, where it is, and who is told
+    config: EngineConfig,
+    dtype: str,
+    fingerprint: Callable[[], str],
+    cache_dir: Path,
+    say: Callable[[str], None],
+    *,
+    mask: str = "",
 ) -> None:
-    """Refuse a codec or a number format whose verdict is under its floor, unless it is forced.
+    """Refuse a codec, a number format or a share whose verdict is under its floor, unless it is forced.
 
     Args:
         config: of the engine.
@@ -216,12 +237,13 @@ def check_quality(
         fingerprint: returns that of the model's weights and config; called only where there is a floor.
         cache_dir: where verdicts are.
         say: takes a warning: there is no verdict, or something is forced.
+        mask: names by what older tokens are kept, where a share is.
 
     Raises:
         QualityError: the verdict is under the floor.
     """
     for one in _costly(config, dtype):
-        verdict = read_verdict(fingerprint(), subject_of(one.config, dtype), cache_dir)
+        verdict = read_verdict(fingerprint(), subject_of(one.config, dtype, mask=mask), cache_dir)
         if verdict is None:
             say(f"nobody has measured what {one.what} costs on this model; to find out: {one.command}")
             continue
@@ -250,7 +272,7 @@ def _costly(config: EngineConfig, dtype: str) -> Iterator[_Costly]:
     if floor_of(config):
         codec = CODECS[KV_CACHE_DTYPES[config.kv_cache_dtype]]
         skip = "keep layers in 16 bit with --kv-cache-dtype-skip-layers, "
-        if codec.channel_tokens:  # what seals blocks does so in all
+        if codec.channel_tokens or config.kv_keep is not None:  # in all layers, or not at all
             skip = ""
         lossy = f" --kv-transport-codec {config.kv_transport_codec}"
         if not _is_rounded(config, config.kv_transport_codec):
@@ -258,11 +280,23 @@ def _costly(config: EngineConfig, dtype: str) -> Iterator[_Costly]:
         yield _Costly(
             what=_what(config),
             floor=floor_of(config),
-            config=config,
+            config=replace(config, kv_keep=None),
             command=_command(config, f"--kv-cache-dtype {config.kv_cache_dtype}", without=("kv_cache_dtype",)) + lossy,
             is_forced=config.force_kv_cache_dtype,
             remedy=f"Use another codec (pagefold eval --recommend names one), {skip}set another --kv-quality-floor, or "
             "force it with --force-kv-cache-dtype.",
+        )
+    if keep_floor_of(config):
+        what, other = f"kv_keep {config.kv_keep}", ""
+        if config.kv_cache_dtype != "auto":
+            what, other = f"{what} with kv_cache_dtype {config.kv_cache_dtype}", "use another codec, "
+        yield _Costly(
+            what=what,
+            floor=keep_floor_of(config),
+            config=config,
+            command=_command(config, f"--kv-keep {config.kv_keep}"),
+            is_forced=False,
+            remedy=f"Keep more, {other}or set another --kv-quality-floor: 0 for none.",
         )
 
 
@@ -272,7 +306,7 @@ def _what(config: EngineConfig) -> str:
     return f"kv_cache_dtype {config.kv_cache_dtype}{lossy}"
 
 
-def _command(config: EngineConfig, what: str, *, without: tuple[str, ...]) -> str:
+def _command(config: EngineConfig, what: str, *, without: tuple[str, ...] = ()) -> str:
     """Return the command that finds the verdict on ``what`` of ``config``, beside all other fields that decide it."""
     told = [f"pagefold eval {config.model} {what}"]
     defaults = type(config)(model=config.model)

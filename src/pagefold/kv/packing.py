@@ -85,6 +85,10 @@ class Packing(Lodger):
             return 1.0
         return min(1.0, self._num_kept / self._num_granted + _RESERVE)
 
+    def kept_share(self, cache: SequenceCache) -> float | None:
+        """Return what share of the blocks of its older chunks ``cache`` has kept; None where nothing is packed yet."""
+        return cache.num_packed_blocks / (len(cache.chunks) * self._chunk_blocks) if cache.chunks else None
+
     def num_due(self, cache: SequenceCache, end: int) -> int:
         """Return how many chunks of ``cache`` a step packs that computes its tokens up to position ``end``."""
         return max(0, self._rule.num_packed(end) - len(cache.chunks))
@@ -190,6 +194,9 @@ class _NoPacking(Packing):
 
     def __init__(self) -> None:
         pass
+
+    def kept_share(self, cache: SequenceCache) -> None:
+        """Nothing is packed."""
 
 
 NO_PACKING: Packing = _NoPacking()

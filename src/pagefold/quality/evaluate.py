@@ -15,6 +15,7 @@ from pagefold.config import cache_dir
 from pagefold.engine.planning import plan_engine
 from pagefold.errors import ConfigError
 from pagefold.hub.progress import Progress, silent
+from pagefold.masks.rule import CHUNK
 from pagefold.quality.contexts import Contexts, check_length, cut_contexts
 from pagefold.quality.needles import DEPTHS, hide_needles
 from pagefold.quality.reading import ContextFigures, read_side_by_side, stack
@@ -92,6 +93,7 @@ def evaluate(config: EngineConfig, question: Question, *, progress: Progress = s
 
     Raises:
         ConfigError: a setting, the text or a length cannot work; before weights are loaded where that can be known.
+        NotCalibratedError: a share of older tokens is to be kept, and nobody has fitted a scorer to the model.
         ModelNotFoundError, UnsupportedModelError: the model cannot be used.
     """
     base = replace(
@@ -108,11 +110,11 @@ def evaluate(config: EngineConfig, question: Question, *, progress: Progress = s
     if question.context_len >= longest:
         msg = f"The context length is {question.context_len}, and the model takes {longest} tokens at most."
         raise ConfigError(msg, remedy=f"Give at most {longest - 1}.")
+    tokenizer = Tokenizer(spec.folder)
+    contexts = cut_contexts(question.texts, tokenizer, question.context_len, question.num_contexts)
     configs = {
         setting.name: _sized(setting.apply(base), question.context_len) for setting in (EXACT, *question.settings)
     }
-    tokenizer = Tokenizer(spec.folder)
-    contexts = cut_contexts(question.texts, tokenizer, question.context_len, question.num_contexts)
     haystacks = _haystacks(question, contexts, tokenizer)
     with contextlib.ExitStack() as opened:
         subjects = []
@@ -213,21 +215,25 @@ def _result(
 ) -> SettingResult:
     """Put one setting's figures together; each pair is the exact cache's and its own."""
     exact, own = rows
-    whole = slice(0, own.kl.shape[1])
-    figures = _at(exact, own, whole, question.seed)
+    num_positions = own.kl.shape[1]
+    first = 0 if subject.setting.overrides.get("kv_keep") is None else 2 * CHUNK  # before that nothing is removed
+    changed = slice(first, num_positions)
+    figures = _at(exact, own, changed, question.seed)
     return SettingResult(
         name=subject.setting.name,
         overrides=dict(subject.setting.overrides),
         transport=subject.setting.transport,
         dtype=subject.dtype,
+        mask=subject.mask,
+        num_tokens=own.kl[:, changed].size,
         bytes_per_token=subject.bytes_per_token,
-        perplexity=float(np.exp(own.surprise.mean())),
+        perplexity=float(np.exp(own.surprise[:, changed].mean())),
         perplexity_change=figures.perplexity_change,
         kl=figures.kl,
-        kl_99=float(np.quantile(own.kl, 0.99)),
-        kl_max=float(own.kl.max()),
+        kl_99=float(np.quantile(own.kl[:, changed], 0.99)),
+        kl_max=float(own.kl[:, changed].max()),
         top1_agreement=figures.top1_agreement,
-        bins=tuple(_at(exact, own, part, question.seed) for part in bins_of(whole.stop, question.num_bins)),
+        bins=tuple(_at(exact, own, part, question.seed) for part in bins_of(num_positions, question.num_bins)),
         greedy=_greedy_result(*greedy, question) if question.num_greedy_tokens else None,
         needles=_needle_results(*found) if question.num_haystacks else (),
     )

@@ -75,6 +75,9 @@ class SettingResult:
         overrides: fields of the engine's config that make it.
         transport: how blocks were packed, as on their way to a pool.
         dtype: what the engine computed in.
+        mask: names by what older tokens were kept, where a share was; else empty.
+        num_tokens: positions that its figures are of, in all contexts: where a share of older tokens is kept only those
+            that have any.
         bytes_per_token: of KV, scales included.
         perplexity: of the text under the setting.
         perplexity_change: relative, 0.01 for 1 % more.
@@ -91,6 +94,8 @@ class SettingResult:
     overrides: Mapping[str, Any]
     transport: TransportCodec
     dtype: str
+    mask: str
+    num_tokens: int
     bytes_per_token: int
     perplexity: float
     perplexity_change: Estimate

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 __all__ = ["EXACT", "Setting"]
 
-_FIXED = ("model", "max_model_len", "kv_cache_memory_bytes", "seed", "kv_keep")
-"""What the harness itself decides, what would make it another question, or what it does not know the bytes of yet."""
+_FIXED = ("model", "max_model_len", "kv_cache_memory_bytes", "seed")
+"""What the harness itself decides, or what would make it another question."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ class Subject:
     Attributes:
         setting: as above.
         dtype: what it computes in.
-        bytes_per_token: of the KV of its longest sequence, scales included; of layers with windows what they keep.
+        mask: names by what older tokens are kept, where a share is; else empty.
         first: the position of the first of ``rows``.
         rows: logits of the positions that were read last and not yet taken, ``[N, vocab]``, in the host's memory.
     """
@@ -51,8 +51,10 @@ class Subject:
         check_rounds(setting.transport, blueprint.geometry)
         self.setting = setting
         self.dtype = str(blueprint.dtype).removeprefix("torch.")
-        longest = blueprint.capacity.max_model_len
-        self.bytes_per_token = round(blueprint.geometry.layout.num_bytes_for(longest) / longest)
+        self.mask = "" if blueprint.mask is None else blueprint.mask.name
+        self._longest = blueprint.capacity.max_model_len
+        self._geometry = blueprint.geometry
+        self._kept_shares: list[float] = []  # of older tokens, of each sequence that had any
         self.engine = build_engine(blueprint)
         runner = self.engine.runner
         assert isinstance(runner, TorchRunner), "logits are what torch runners have"
@@ -62,6 +64,21 @@ class Subject:
         self.first = 0
         self.rows: torch.Tensor | None = None
         self._num_requests = 0
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of the KV of its longest sequence, scales included; of layers with windows what they keep.
+
+        Where a share of older tokens is kept, what was kept on the average of the sequences that were read.
+        """
+        num_bytes = self._geometry.layout.num_bytes_for(self._longest)
+        if self._kept_shares:
+            (rule,) = (group.keeps for group in self._geometry.groups)
+            assert rule.window is not None, "chunks have a size"
+            num_older = rule.num_packed(self._longest) * rule.window
+            removed = 1 - sum(self._kept_shares) / len(self._kept_shares)
+            num_bytes -= round(removed * num_older * self._geometry.bytes_per_token)
+        return round(num_bytes / self._longest)
 
     def begin(self, token_ids: Sequence[int]) -> None:
         """Begin to read a text; nothing else may run."""
@@ -105,6 +122,8 @@ class Subject:
             if delta.error is not None:
                 msg = f"The engine failed under the setting {self.setting.name}: {delta.error}"
                 raise PagefoldError(msg)
+            if delta.kept_share is not None:
+                self._kept_shares.append(delta.kept_share)
         return deltas
 
     def _note(self, plan: StepPlan, logits: torch.Tensor) -> None:

@@ -115,6 +115,7 @@ class Request:
         warm_up: if it only warms the cache: its latencies are nobody's.
         returns_in_s: in so many seconds from its end a request that goes on from it is expected; None for unknown.
         error: why it ends with ``error``, where that is not its grammar's.
+        kept_share: what share of its older chunks its last cache had kept, where those are packed; else None.
         prompt_use: of its prompt, shared by all samples of it.
     """
 
@@ -129,6 +130,7 @@ class Request:
         "index",
         "is_aborted",
         "is_plain",
+        "kept_share",
         "logprob_sums",
         "logprobs",
         "matcher",
@@ -219,6 +221,7 @@ class Request:
         self.max_computed_tokens = 0
         self.num_cached_tokens = -1
         self.num_loaded_tokens: dict[str, int] = {}
+        self.kept_share: float | None = None
         self.num_lost_tokens = 0
         self.num_preemptions = 0
         self.is_aborted = False

@@ -47,7 +47,8 @@ def cell_places(geometry: KVGeometry) -> list[CellPlaces]:
             end = value_scales + 2 * codec.values.num_scales * geometry.block_size
             places.append(CellPlaces(begin, values, key_scales, value_scales, end))
             begin = end
-    assert max(own.end for own in places) == geometry.bytes_per_block, "codecs and geometry disagree about bytes"
+    end = geometry.mark_begin or geometry.bytes_per_block
+    assert max(own.end for own in places) == end, "codecs and geometry disagree about bytes"
     return places
 
 

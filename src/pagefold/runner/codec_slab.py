@@ -8,6 +8,8 @@
             K's scales: [slot] of bfloat16, then its zero points where it has them
             V's scales: the same
 
+Behind the cells there may be marks, as in ``slab.py``.
+
 A code of 4 bits is half a byte: byte ``i`` of n such elements holds element ``i`` (low) and element ``i + n / 2``
 (high), so a byte belongs to one token, and nobody reads it to write half of it. Where the first elements of K have 8
 bits, the panels of these come first.
@@ -63,7 +65,7 @@ class CodecSlab(TokenSlab):
 
     Attributes:
         data, layout: as given to the constructor.
-        block_size, head_dim: of the geometry.
+        block_size, head_dim, mark_begin: of the geometry.
         places: where the parts of each cell are.
         constants: where the blocks are; zeros in cells whose codec takes nothing off.
         query_bases: float32 ``[num_cells, D, D]``: by what queries are multiplied; none where no codec has a basis.
@@ -80,6 +82,7 @@ class CodecSlab(TokenSlab):
         self.layout = layout
         self.block_size = geometry.block_size
         self.head_dim = geometry.head_dim
+        self.mark_begin = geometry.mark_begin
         self._geometry = geometry
         self.places = cell_places(geometry)
         codecs = [self.codec(cell) for cell in range(len(self.places))]

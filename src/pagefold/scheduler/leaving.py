@@ -101,6 +101,7 @@ class Leaving:
         cache, use = request.cache, request.prompt_use
         assert cache is not None
         self._streamer.keep(request)
+        request.kept_share = self._core.packing.kept_share(cache)
         cache.facts = RequestFacts(progress, request.priority, is_repeat=use.is_told)
         use.is_told = use.is_told or cache.has_path
         self._core.release(cache)

@@ -69,6 +69,7 @@ class _Usage(BaseModel):
     total_tokens: int = Field(ge=1)
     prompt_tokens_details: _CachedTokens
     completion_tokens_details: _CompletionTokensDetails | None = None
+    kv_kept_share: float | None = Field(default=None, ge=0, le=1)
 
 
 class _Choice(BaseModel):

@@ -66,6 +66,7 @@ class Output:
         thinking: counts the tokens of its thinking.
         num_draft_tokens: how many drafts were computed for it.
         num_accepted_tokens: how many of those became tokens of it.
+        kept_share: what share of the memory of its older tokens was kept, once it has ended; None where all is.
     """
 
     text: list[str] = field(default_factory=list)
@@ -83,6 +84,7 @@ class Output:
     thinking: TokenCounter = NOTHING_COUNTED
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    kept_share: float | None = None
 
 
 class Generation:
@@ -171,6 +173,7 @@ class Generation:
                 output.num_accepted_tokens = delta.num_accepted_tokens
                 output.num_cached_tokens = delta.num_cached_tokens
                 output.num_loaded_tokens = delta.num_loaded_tokens
+                output.kept_share = delta.kept_share
                 output.finish_reason = delta.finish_reason
                 output.stop_reason = delta.stop_reason
                 output.told += told_tokens(delta)
@@ -225,6 +228,7 @@ class Generation:
 
         Where cached tokens came from tiers behind the device, the details say how many from which; where the model's
         thinking is known, how many tokens of the outputs it is; where tokens were drafted, how many of them were right.
+        Where a share of older tokens is kept, what share of their memory that was, the mean of outputs that have any.
         """
         num_prompt_tokens = sum(len(prompt) for prompt in self._prompts)
         num_output_tokens = sum(output.num_tokens for output in self.outputs)
@@ -251,6 +255,9 @@ class Generation:
             of_output["rejected_prediction_tokens"] = num_drafts - num_accepted
         if of_output:
             usage["completion_tokens_details"] = of_output
+        shares = [output.kept_share for output in self.outputs if output.kept_share is not None]
+        if shares:
+            usage["kv_kept_share"] = round(sum(shares) / len(shares), 4)
         return usage
 
     def prompt_use(self) -> PromptUse:

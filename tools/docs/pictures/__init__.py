@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pictures.blocks import blocks, lifecycle
+from pictures.packing import packing
 from pictures.scheduling import preemption, walk
 from pictures.sharing import promises, tree
 from pictures.starts import starts
@@ -19,6 +20,7 @@ __all__ = ["PICTURES"]
 PICTURES: dict[str, Callable[[], Drawing]] = {
     "blocks": blocks,
     "lifecycle": lifecycle,
+    "packing": packing,
     "preemption": preemption,
     "promises": promises,
     "starts": starts,

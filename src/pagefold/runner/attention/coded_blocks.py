@@ -132,11 +132,19 @@ def rotate_back(slab, cell, vector, scratch):
 
 
 @part()
-def _read_scales(slab, table, begin, num_numbers, num_entries, scales, zeros):
-    """Read the scales of a split's entries, and their zero points; ``begin`` is where a block has them, in bytes."""
-    block_size = slab.block_size
+def _read_scales(slab, offset, num_numbers, num_entries, room):
+    """Read the scales of a split's entries, and their zero points.
+
+    Args:
+        offset: how far behind the keys of a cell they are, in bytes: in all cells as far.
+        num_numbers: of an entry: a scale, and a zero point.
+        room: its ``blocks`` say where the keys are.
+    """
+    block_size, start_of_all = slab.block_size, slab.codes.ctypes.data
+    scales, zeros = room.scales, room.zeros
+    all_halves = slab.halves.reshape(slab.halves.size)
     for b in range((num_entries + block_size - 1) // block_size):
-        halves = slab.halves[table[b], begin // 2 :]
+        halves = all_halves[(room.blocks[b] + offset - start_of_all) // 2 :]
         start = b * block_size
         for e in range(min(block_size, num_entries - start)):
             scales[start + e] = from_bfloat16(halves[e])
@@ -145,12 +153,12 @@ def _read_scales(slab, table, begin, num_numbers, num_entries, scales, zeros):
 
 
 @part_with(CodedBlocks)
-def scale_scores(slab, cell, table, first, num_entries, query, room):
-    """Make scores of products with codes, in ``room.scores``; arguments as of ``_attend_split``."""
+def scale_scores(slab, cell, first, num_entries, query, room):
+    """Make scores of products with codes, in ``room.scores``; arguments as of ``attend_found``."""
     form = slab.cells[cell, KEY_FORMAT]
     if num_scales(form):
-        begin = slab.cells[cell, KEY_SCALES]
-        _read_scales(slab, table, begin, num_scales(form), num_entries, room.scales, room.zeros)
+        offset = slab.cells[cell, KEY_SCALES] - slab.cells[cell, KEYS]
+        _read_scales(slab, offset, num_scales(form), num_entries, room)
         for r in range(len(query)):
             _scale_row(room.scores[r], room.scales, room.zeros, form, query[r], num_entries)
             _add_drifts(room.scores[r], slab.drifts[cell], query[r], first * slab.block_size, num_entries)
@@ -180,12 +188,12 @@ def raise_tops(slab, cell, num_rows, room, softcap):
 
 
 @part_with(CodedBlocks, SealedBlocks)
-def scale_weights(slab, cell, table, num_rows, num_entries, room):
+def scale_weights(slab, cell, num_rows, num_entries, room):
     """Make weights of codes of weights of values, in ``room.scores``; what zero points come to is kept in ``room``."""
     form = slab.cells[cell, VALUE_FORMAT]
     if num_scales(form):
-        begin = slab.cells[cell, VALUE_SCALES]
-        _read_scales(slab, table, begin, num_scales(form), num_entries, room.scales, room.zeros)
+        offset = slab.cells[cell, VALUE_SCALES] - slab.cells[cell, KEYS]
+        _read_scales(slab, offset, num_scales(form), num_entries, room)
         for r in range(num_rows):
             room.first_weights[r] = room.scores[r, 0]
             hidden = room.hidden[r]

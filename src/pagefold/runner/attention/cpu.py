@@ -155,7 +155,7 @@ class CpuAttention:
         if self._kernel is None:
             self._kernel = specialised(_run, arguments)
         self._kernel(*arguments)
-        tell_counts(work.kept, inputs.packed)
+        tell_counts(work.packs, work.kept_counts, inputs.packed)
         return out
 
     def _room_for(self, slab: AnySlab, num_heads: int, num_kv_heads: int, chunk_size: int) -> AttentionRoom:

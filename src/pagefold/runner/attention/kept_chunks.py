@@ -8,11 +8,22 @@ from __future__ import annotations
 import numpy as np
 
 from pagefold.kernels.compiled import part, part_with
+from pagefold.kernels.emit import fetch
 from pagefold.kernels.team import claim, finish, wait
+from pagefold.runner.attention.coded_blocks import code_bytes, num_scales, raise_tops
 from pagefold.runner.attention.fold import NOTHING
-from pagefold.runner.attention.kernel_slab import KEY_FORMAT, KEYS, VALUES, PackedBlocks
+from pagefold.runner.attention.kernel_slab import (
+    KEY_FORMAT,
+    KEY_SCALES,
+    KEYS,
+    VALUE_FORMAT,
+    VALUE_SCALES,
+    VALUES,
+    PackedBlocks,
+    PackedCodes,
+)
 from pagefold.runner.attention.split import attend_found
-from pagefold.runner.attention.tiles import PAIRS
+from pagefold.runner.attention.tiles import FLOAT32, PAIRS
 from pagefold.runner.attention.work import end_seen
 
 __all__ = ["attend_kept", "mark", "pack"]
@@ -48,7 +59,7 @@ def mark(slab, work, layer, t, scores, thresholds, num_sinks):
 
 @part()
 def _copy_entry(slab, cell, block, slot, into_cell, into_block, into_slot):
-    """Copy K and V of an entry from one cell to another, of the same format."""
+    """Copy K and V of an entry from one cell to another, of the same format. They are the same bytes there."""
     head_dim, block_size = slab.head_dim, slab.block_size
     parts, into = slab.cells[cell], slab.cells[into_cell]
     if parts[KEY_FORMAT] == PAIRS:
@@ -60,12 +71,34 @@ def _copy_entry(slab, cell, block, slot, into_cell, into_block, into_slot):
             into_keys[(d // 2 * block_size + into_slot) * 2 + d % 2] = keys[(d // 2 * block_size + slot) * 2 + d % 2]
             into_values[into_first + 2 * d] = values[first + 2 * d]
         return
-    numbers, into_numbers = slab.floats[block], slab.floats[into_block]
-    key, value = parts[KEYS] // 4 + slot, parts[VALUES] // 4 + slot * head_dim
-    into_key, into_value = into[KEYS] // 4 + into_slot, into[VALUES] // 4 + into_slot * head_dim
-    for d in range(head_dim):
-        into_numbers[into_key + d * block_size] = numbers[key + d * block_size]
-        into_numbers[into_value + d] = numbers[value + d]
+    if parts[KEY_FORMAT] == FLOAT32:
+        numbers, into_numbers = slab.floats[block], slab.floats[into_block]
+        key, value = parts[KEYS] // 4 + slot, parts[VALUES] // 4 + slot * head_dim
+        into_key, into_value = into[KEYS] // 4 + into_slot, into[VALUES] // 4 + into_slot * head_dim
+        for d in range(head_dim):
+            into_numbers[into_key + d * block_size] = numbers[key + d * block_size]
+            into_numbers[into_value + d] = numbers[value + d]
+        return
+    _copy_codes(slab, parts, block, slot, into, into_block, into_slot)
+
+
+@part_with(PackedCodes)
+def _copy_codes(slab, parts, block, slot, into, into_block, into_slot):
+    """Copy the codes of an entry, and their scales; ``parts`` and ``into`` are rows of ``slab.cells``."""
+    codes, into_codes = slab.codes[block], slab.codes[into_block]
+    block_size, size = slab.block_size, code_bytes(parts[KEY_FORMAT])
+    for unit in range((parts[VALUES] - parts[KEYS]) // (block_size * size)):
+        key, into_key = parts[KEYS] + unit * block_size * size, into[KEYS] + unit * block_size * size
+        for i in range(size):
+            into_codes[into_key + into_slot * size + i] = codes[key + slot * size + i]
+    row_bytes = (parts[KEY_SCALES] - parts[VALUES]) // block_size
+    for i in range(row_bytes):
+        into_codes[into[VALUES] + into_slot * row_bytes + i] = codes[parts[VALUES] + slot * row_bytes + i]
+    halves, into_halves = slab.halves[block], slab.halves[into_block]
+    for form, begin in ((KEY_FORMAT, KEY_SCALES), (VALUE_FORMAT, VALUE_SCALES)):
+        for number in range(num_scales(parts[form])):
+            at, into_at = parts[begin] // 2 + number * block_size, into[begin] // 2 + number * block_size
+            into_halves[into_at + into_slot] = halves[at + slot]
 
 
 @part_with(PackedBlocks)
@@ -113,10 +146,16 @@ def attend_kept(tiles, work, slab, layer, s, k, h, query, room, acc, softcap):
         acc[:num_rows] = np.float32(0.0)
         room.tops[:num_rows], room.totals[:num_rows] = NOTHING, np.float32(0.0)
         return
+    cell = work.cells[0, layer, h]
+    parts = slab.cells[cell]
+    is_encoded = num_scales(parts[KEY_FORMAT]) + num_scales(parts[VALUE_FORMAT]) > 0
     for b in range((count + slab.block_size - 1) // slab.block_size):
         unit = first + b
         block = np.int64(kept.blocks[chunk, unit // kept.block_units])
         keys = slab.cells[unit % kept.block_units, KEYS]
         room.blocks[b] = slab.codes.ctypes.data + block * slab.codes.shape[1] + keys
-    cell = work.cells[0, layer, h]
-    attend_found(tiles, slab, cell, kept.blocks[chunk], 1, count, query, room, acc, softcap, 0)
+        if is_encoded:
+            fetch(room.blocks[b] + parts[KEY_SCALES] - parts[KEYS])
+    begin = k * work.split_size // slab.block_size  # what is taken off K goes by chunk
+    attend_found(tiles, slab, cell, kept.blocks[chunk], begin, count, query, room, acc, softcap, 0)
+    raise_tops(slab, cell, num_rows, room, softcap)

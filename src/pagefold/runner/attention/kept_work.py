@@ -81,8 +81,14 @@ def kept_work(inputs: AttentionInputs) -> KeptWork:
     )
 
 
-def tell_counts(work: KeptWork, packed: PackedInputs | None) -> None:
-    """Tell the chunks that a step has packed how many entries each layer and head has kept of them."""
+def tell_counts(packs: NDArray[np.int32], counts: NDArray[np.int32], packed: PackedInputs | None) -> None:
+    """Tell the chunks that a step has packed how many entries each layer and head has kept of them.
+
+    Args:
+        packs: of the step's :class:`KeptWork`.
+        counts: likewise.
+        packed: where the chunks are.
+    """
     if packed is not None:
-        for seq, number, chunk in work.packs.tolist():
-            packed.chunks[seq][number].counts[:] = work.counts[chunk]
+        for seq, number, chunk in packs.tolist():
+            packed.chunks[seq][number].counts[:] = counts[chunk]

@@ -29,6 +29,7 @@ __all__ = [
     "CodedBlocks",
     "KernelSlab",
     "PackedBlocks",
+    "PackedCodes",
     "SealedBlocks",
     "kernel_slab",
 ]
@@ -85,13 +86,25 @@ class KernelSlab(NamedTuple):
 class CodedBlocks(KernelSlab):
     """Blocks of codes."""
 
+    __slots__ = ()
+
 
 class SealedBlocks(KernelSlab):
     """Blocks that are sealed."""
 
+    __slots__ = ()
+
 
 class PackedBlocks(KernelSlab):
-    """Blocks of numbers, of which some hold packed chunks."""
+    """Blocks of which some hold packed chunks."""
+
+    __slots__ = ()
+
+
+class PackedCodes(CodedBlocks, PackedBlocks):  # type: ignore[misc]  # tuples of the same fields have one layout
+    """Blocks of codes, of which some hold packed chunks."""
+
+    __slots__ = ()
 
 
 def kernel_slab(slab: AnySlab, num_kv_heads: int) -> KernelSlab:
@@ -109,8 +122,8 @@ def kernel_slab(slab: AnySlab, num_kv_heads: int) -> KernelSlab:
     codes = np.asarray(slab.as_bytes())
     kind = SealedBlocks if slab.seals else CodedBlocks if stored.codecs else KernelSlab
     if slab.mark_begin:
-        assert kind is KernelSlab, "codes are not packed yet"
-        kind = PackedBlocks
+        assert not slab.seals, "what is sealed is not packed"
+        kind = PackedCodes if stored.codecs else PackedBlocks
     return kind(
         codes,
         codes.view(np.uint16),

@@ -103,13 +103,13 @@ def attend_found(tiles, slab, cell, table, first, num_entries, query, room, acc,
             query.ctypes.data, head_dim, w0, w1, panel_step,
             scores.ctypes.data + c * lanes * FLOAT_BYTES, width, head_dim, num_rows, n0, n1,
         ))  # fmt: skip
-    scale_scores(slab, cell, table, first, num_entries, query, room)
+    scale_scores(slab, cell, first, num_entries, query, room)
     add_shifts(slab, cell, first, num_rows, num_entries, room, softcap)
     call_tile(tiles.weights, (
         scores.ctypes.data, width * FLOAT_BYTES, hidden.ctypes.data, limits.ctypes.data, num_rows, num_entries,
         bits_of(softcap), room.tops.ctypes.data, room.totals.ctypes.data, int(value_format == PAIRS),
     ))  # fmt: skip
-    scale_weights(slab, cell, table, num_rows, num_entries, room)
+    scale_weights(slab, cell, num_rows, num_entries, room)
     ahead, offset = room.ahead, parts[VALUES] - parts[KEYS]
     for b in range(num_blocks):  # rows of values are found there, too
         ahead[b] = ahead[b] - offset if b < num_ahead else blocks[b]

@@ -171,19 +171,6 @@ class AttentionWork(NamedTuple):
     num_packed_units: NDArray[np.int32]
     block_units: int
 
-    @property
-    def kept(self) -> KeptWork:
-        """What is packed."""
-        return KeptWork(
-            self.chunk_ids,
-            self.kept_counts,
-            self.kept_units,
-            self.kept_blocks,
-            self.packs,
-            self.num_packed_units,
-            self.block_units,
-        )
-
 
 class _Dealt(NamedTuple):
     """What is dealt of one group; see :class:`GroupWork`."""

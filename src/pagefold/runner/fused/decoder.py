@@ -122,7 +122,7 @@ class FusedDecoder:
             self._kernel = specialised(run_decoder, arguments)
         self._began = time.monotonic()
         self._kernel(*arguments)
-        tell_counts(work.kept, inputs.attention.packed)
+        tell_counts(work.packs, work.kept_counts, inputs.attention.packed)
         if self._on_queries is not None:
             for layer, rows in enumerate(self._room.qkv):
                 queries = torch.from_numpy(rows[:num_tokens, : self._num_heads * self._head_dim])
