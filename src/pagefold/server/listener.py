@@ -78,7 +78,8 @@ def raise_open_files(num_connections: int) -> int:
 class AcceptFailures:
     """Handler of an event loop's exceptions: says in one line, now and then, that no more connections can be accepted.
 
-    asyncio tries again every second, and would log a traceback each time.
+    asyncio tries again every second, and would log a traceback each time; and one more if the server has let go of its
+    socket meanwhile, of which asyncio does not ask.
 
     Args:
         say: takes the line.
@@ -91,6 +92,8 @@ class AcceptFailures:
     def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """See ``loop.set_exception_handler``."""
         error = context.get("exception")
+        if isinstance(error, ValueError) and "_start_serving" in context["message"]:
+            return
         if not isinstance(error, OSError) or error.errno not in (errno.EMFILE, errno.ENFILE):
             loop.default_exception_handler(context)
         elif time.monotonic() - self._said_s >= _SAY_AGAIN_S:
