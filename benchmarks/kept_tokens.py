@@ -117,9 +117,14 @@ class Bench:
         return decoder.profile()
 
 
+def _shares(keep: float | None) -> tuple[float, ...]:
+    """Return the share that an engine keeps, or none."""
+    return () if keep is None else (keep,)
+
+
 def make(keep: float | None, **settings: object) -> Bench:
     """Return an engine that keeps a share, or all."""
-    config = EngineConfig(model=MODEL, dtype="float32", kv_keep=keep, kv_quality_floor=0.0, **settings)  # type: ignore[arg-type]
+    config = EngineConfig(model=MODEL, dtype="float32", kv_keep=_shares(keep), kv_quality_floor=0.0, **settings)  # type: ignore[arg-type]
     return Bench(build_engine(plan_engine(config), say=lambda _: None))
 
 
@@ -225,7 +230,8 @@ class Reached:
 def serve(keep: float | None, length: int, texts: Texts, budget: int, kv_cache_dtype: str = "bfloat16") -> Reached:
     """Return how many requests of one length run at once on a server."""
     config = EngineConfig(
-        model=MODEL, dtype="float32", kv_keep=keep, kv_cache_dtype=kv_cache_dtype, kv_cache_memory_bytes=budget,
+        model=MODEL, dtype="float32", kv_keep=_shares(keep), kv_cache_dtype=kv_cache_dtype,
+        kv_cache_memory_bytes=budget,
         max_model_len=LONG, max_num_batched_tokens=1024, enable_prefix_caching=False, kv_quality_floor=0.0,
     )  # fmt: skip
     server = Server(config)

@@ -16,6 +16,7 @@ from pagefold.engine.planning import plan_engine
 from pagefold.engine.status import EngineStatus
 from pagefold.errors import ConfigError, InvalidRequestError
 from pagefold.events import ignore
+from pagefold.request import Caller
 from pagefold.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        kv_keep: float | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Complete ``prompts`` together; results are in their order. Threads take turns.
@@ -82,23 +84,24 @@ class LLM:
         Args:
             prompts: a text, ``{"prompt": text}`` or ``{"prompt_token_ids": [...]}``, or several of them.
             sampling_params: for all, or one for each prompt.
+            kv_keep: which share of older tokens is kept, of those that the engine offers; None for the first of them.
             use_tqdm: whether to show a progress bar on stderr.
 
         Raises:
             InvalidRequestError: a prompt can never be served; nothing has been started then.
         """
         many: list[Prompt] = [prompts] if not isinstance(prompts, (list, tuple)) else list(prompts)  # type: ignore[list-item]
-        params = self._params(sampling_params, len(many))
+        params, caller = self._params(sampling_params, len(many)), Caller(kv_keep=kv_keep)
         with self._busy:
             grammars = [self._grammar(how) for how in params]
             results = [self._result(prompt, how) for prompt, how in zip(many, params, strict=True)]
             for result, how in zip(results, params, strict=True):
-                self.engine.check(result.prompt_token_ids, how)
+                self.engine.check(result.prompt_token_ids, how, caller)
             by_id = {result.request_id: result for result in results}
             with _interrupts_held_back() as raise_if_interrupted:
                 try:
                     for result, how, grammar in zip(results, params, grammars, strict=True):
-                        self.engine.add(result.request_id, result.prompt_token_ids, how, grammar=grammar)
+                        self.engine.add(result.request_id, result.prompt_token_ids, how, caller, grammar)
                     self._run(by_id, raise_if_interrupted, use_tqdm=use_tqdm)
                 except BaseException:
                     for request_id in by_id:

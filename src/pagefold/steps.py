@@ -58,6 +58,10 @@ class PromptPart(NamedTuple):
     num_top: int
 
 
+NO_MASK = -1
+"""Of a row that sees all of its tokens, where others have masks."""
+
+
 class DraftedRow(NamedTuple):
     """A row whose last tokens are drafts: guesses of what the row would sample, computed before that is known.
 
@@ -95,6 +99,7 @@ class StepPlan:
         residual_copies: copies of these to make before the first write too.
         chunks: each row's packed chunks before the step, where chunks are packed; else none. They are the sequence's
             own, as of now.
+        mask_of: by which mask each row keeps its older tokens, where chunks are packed; :data:`NO_MASK` for none.
         packing_rows: the rows that pack their next chunks, behind their writes and before anybody attends; ascending.
         granted: for each of them the blocks that it packs into, so many for each chunk as that fills whole.
         sampling_rows: the rows that have all their tokens after this step, and so sample the next one; ascending. A row
@@ -129,6 +134,7 @@ class StepPlan:
     residual_ids: list[int] = field(default_factory=list)
     residual_copies: list[ResidualCopy] = field(default_factory=list)
     chunks: list[Sequence[PackedChunk]] = field(default_factory=list)
+    mask_of: list[int] = field(default_factory=list)
     packing_rows: list[int] = field(default_factory=list)
     granted: list[Sequence[Block]] = field(default_factory=list)
     sampling_rows: list[int] = field(default_factory=list)

@@ -13,10 +13,12 @@ from equivalence.tiny_models import VOCAB_SIZE, save_tiny_model
 
 from pagefold.config import EngineConfig
 from pagefold.engine.build import build_engine
+from pagefold.engine.masking import kinds_of
 from pagefold.engine.namespace import namespace_of
 from pagefold.engine.planning import plan_engine
 from pagefold.errors import ConfigError, InvalidRequestError
 from pagefold.llm import LLM
+from pagefold.request import Caller
 from pagefold.sampling import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
@@ -33,14 +35,20 @@ def calibrated(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("PAGEFOLD_CACHE", str(tmp_path))
     keep_random_scorer(folder)
     return EngineConfig(
-        model=str(folder), dtype="float32", kv_keep=0.5, kv_cache_memory_bytes=2**26, max_model_len=2048
+        model=str(folder), dtype="float32", kv_keep=(0.5,), kv_cache_memory_bytes=2**26, max_model_len=2048
     )
 
 
-@pytest.mark.parametrize("share", [0.0, 1.0, -0.5, 1.5, float("nan")])
+@pytest.mark.parametrize("share", [0.0, -0.5, 1.5, float("nan")])
 def test_a_share_out_of_range_is_refused(share):
-    with pytest.raises(ConfigError, match="above 0 and below 1"):
-        EngineConfig(model="m", kv_keep=share)
+    with pytest.raises(ConfigError, match="above 0, and 1 for all"):
+        EngineConfig(model="m", kv_keep=(0.5, share))
+
+
+@pytest.mark.parametrize(("shares", "why"), [((1,), "keeps all"), ((0.5, 1, 0.5), "a share twice"), (0.5, "sequence")])
+def test_shares_that_say_nothing_are_refused(shares, why):
+    with pytest.raises(ConfigError, match=why):
+        EngineConfig(model="m", kv_keep=shares)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +71,7 @@ def test_what_it_does_not_go_with_is_refused_by_name(other, name):
 
         other = {"speculative_config": SpeculativeParams(method="ngram", num_speculative_tokens=3)}
     with pytest.raises(ConfigError, match=f"kv_keep and {name} are set"):
-        EngineConfig(model="m", kv_keep=0.5, **other)
+        EngineConfig(model="m", kv_keep=(0.5,), **other)
 
 
 @pytest.mark.parametrize(
@@ -88,19 +96,22 @@ def test_layers_with_windows_are_refused(calibrated, tmp_path):
 def test_a_model_that_nobody_has_calibrated(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("PAGEFOLD_CACHE", str(tmp_path))
     with pytest.raises(ConfigError, match="it is not known which tokens") as caught:
-        plan_engine(EngineConfig(model=str(folder), dtype="float32", kv_keep=0.5))
+        plan_engine(EngineConfig(model=str(folder), dtype="float32", kv_keep=(0.5,)))
     assert f"pagefold calibrate {folder}" in caught.value.remedy
 
 
 def test_blocks_are_shared_with_nobody_who_keeps_others(calibrated):
-    changes = (
-        {"kv_keep": 0.3},
-        {"kv_keep": None},
-        {"kv_cache_dtype": "int8"},
-        {"kv_keep": None, "kv_cache_dtype": "int8"},
-    )
-    configs = [calibrated, *(replace(calibrated, **change) for change in changes)]
-    assert len({namespace_of(plan_engine(config)).key() for config in configs}) == len(configs)
+    coded = replace(calibrated, kv_cache_dtype="int8")
+    blueprints = [plan_engine(replace(one, kv_keep=(1, 0.5, 0.3))) for one in (calibrated, coded)]
+    exact = [plan_engine(replace(one, kv_keep=())) for one in (calibrated, coded)]
+    namespaces = [namespace_of(blueprint) for blueprint in exact]
+    namespaces += [kind.namespace for blueprint in blueprints for kind in kinds_of(blueprint)]
+    assert len({namespace.key() for namespace in namespaces}) == 8
+    assert [(kind.name, kind.mask) for kind in kinds_of(blueprints[0])] == [
+        ("exact", -1),
+        ("keep 0.5", 0),
+        ("keep 0.3", 1),
+    ]
 
 
 def test_a_start_says_that_outputs_are_not_the_models(calibrated):
@@ -126,3 +137,43 @@ def test_outputs_are_the_same_warm_and_cold_and_beams_are_refused(calibrated, kv
     assert all(0.4 < share < 0.75 for share in shares[0][:2])
     with pytest.raises(InvalidRequestError, match="keeps a share of older tokens only"):
         llm.generate(prompts[2], SamplingParams(use_beam_search=True, n=2, temperature=0.0, max_tokens=4))
+
+
+def test_requests_ask_for_what_is_kept_and_exact_ones_are_those_of_a_server_without_lossy_ones(calibrated):
+    """Side by side in the same steps, of the same prompts."""
+    random = Random(1)
+    prompts = [
+        {"prompt_token_ids": random.choices(range(5, VOCAB_SIZE), k=length)} for length in (1500, 900, 700, 1200)
+    ]
+    settings = {
+        name: getattr(calibrated, name) for name in ("model", "dtype", "kv_cache_memory_bytes", "max_model_len")
+    }
+    exact = [one.outputs[0] for one in LLM(**settings).generate(prompts, GREEDY)]
+    alone = {share: LLM(**settings, kv_keep=(share,)).generate(prompts, GREEDY) for share in (0.5, 0.25)}
+    llm = LLM(**settings, kv_keep=(1, 0.5, 0.25))
+    for at, prompt in enumerate(prompts):  # all of them at once
+        for share in (None, 0.5, 0.25):
+            llm.engine.add(f"{at} {share}", prompt["prompt_token_ids"], GREEDY, Caller(kv_keep=share))
+    outputs = {f"{at} {share}": [] for at in range(len(prompts)) for share in (None, 0.5, 0.25)}
+    while llm.engine.has_requests:
+        for delta in llm.engine.step():
+            outputs[delta.request_id] += delta.token_ids
+    for at, own in enumerate(exact):
+        assert outputs[f"{at} None"] == own.token_ids
+        for share, found in alone.items():
+            assert outputs[f"{at} {share}"] == found[at].outputs[0].token_ids
+    warm = llm.generate(prompts, GREEDY)
+    assert [one.outputs[0].token_ids for one in warm] == [own.token_ids for own in exact]
+    assert all(one.outputs[0].kept_share is None for one in warm)
+    assert warm[0].num_cached_tokens > 1400
+    for caller in (Caller(kv_keep=0.3), Caller(kv_quality="best"), Caller(kv_keep=0.5, kv_quality="exact")):
+        with pytest.raises(InvalidRequestError, match=r"this server offers 'exact' \(kv_keep 1\) or 'keep 0.5'"):
+            llm.engine.check([5], GREEDY, caller)
+
+
+def test_a_server_that_keeps_all_is_asked_for_exact_blocks_only(folder):
+    engine = build_engine(plan_engine(EngineConfig(model=str(folder), dtype="float32", kv_cache_memory_bytes=2**24)))
+    engine.check([5], GREEDY, Caller(kv_quality="exact"))
+    engine.check([5], GREEDY, Caller(kv_keep=1.0))
+    with pytest.raises(InvalidRequestError, match=r"kv_keep is 0\.5, and this server offers 'exact'"):
+        engine.check([5], GREEDY, Caller(kv_keep=0.5))

@@ -99,11 +99,13 @@ class PackedCase:
         sink_size: standard deviation of the learned sinks; 0 for none.
         num_cells: of a block; None for as many as there are layers and heads.
         chunk_size: tokens of a chunk.
+        exact: sequences that see all; only the kernel knows such.
     """
 
     def __init__(
-        self, shape, lengths, keeps, seed=1, *, masked=None, softcap=0.0, sink_size=0.0, num_cells=None, chunk_size=256
-    ):
+        self, shape, lengths, keeps, seed=1, *, masked=None, softcap=0.0, sink_size=0.0, num_cells=None, chunk_size=256,
+        exact=(),
+    ):  # fmt: skip
         random = torch.Generator().manual_seed(seed)
 
         def normal(*size):
@@ -116,7 +118,7 @@ class PackedCase:
         self.query = [normal(layers, n, heads, dim) for n in lengths]
         self.key = [normal(layers, n, kv_heads, dim) for n in lengths]
         self.value = [normal(layers, n, kv_heads, dim) for n in lengths]
-        self.scale, self.softcap = dim**-0.5, softcap
+        self.scale, self.softcap, self.exact = dim**-0.5, softcap, exact
         self.sinks = sink_size * normal(heads) if sink_size else None
         self.keep = []
         for n in lengths:
@@ -130,7 +132,7 @@ class PackedCase:
         """Return what each token sees, bool ``[q, k]``: the mask, as its rule says it, number by number."""
         length = self.lengths[seq]
         q, k = torch.arange(length)[:, None], torch.arange(length)
-        is_whole = k // self.chunk_size >= q // self.chunk_size - 1
+        is_whole = (k // self.chunk_size >= q // self.chunk_size - 1) | (seq in self.exact)
         return (k <= q) & (is_whole | (k < NUM_SINKS) | self.keep[seq][layer, head, :length])
 
     def dense(self, seq):
@@ -206,7 +208,8 @@ class Run:
         for step in steps:
             self._step(step)
             for seq, _ in step if gives_back else ():
-                self.give_back(self.held[seq])
+                if seq not in self.case.exact:
+                    self.give_back(self.held[seq])
         assert [held.num_entries for held in self.held] == self.case.lengths, "the test has left something out"
         return self.outputs
 
@@ -218,6 +221,7 @@ class Run:
             held = self.held[seq]
             self._grow(held, num_new)
             num_packed = max(0, held.num_entries // self.chunk_size - 1)  # for the token behind the step
+            num_packed = 0 if seq in case.exact else num_packed
             for number in range(len(held.chunks), num_packed):
                 most = case.units.most_blocks(self.chunk_size, shape.num_layers, shape.num_kv_heads)
                 ids = np.array([self.free.pop() for _ in range(most)], np.int32)

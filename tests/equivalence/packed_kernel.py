@@ -11,12 +11,13 @@ import torch
 
 from equivalence.coded_cases import some_constants
 from equivalence.packed_cases import NUM_SINKS, Holder, Run
-from pagefold.kv import CODECS, KeepRule, KVGeometry
+from pagefold.kv import CODECS, KEEP_ALL, KeepRule, KVGeometry
 from pagefold.runner.attention.cpu import CpuAttention
 from pagefold.runner.attention.packed import KeptUnits, PackedInputs
 from pagefold.runner.codec_slab import CodecSlab
 from pagefold.runner.codecs import CELL_CODECS
 from pagefold.runner.slab import PAIRS_LAYOUT, Slab
+from pagefold.steps import NO_MASK
 
 __all__ = ["TOKEN_CODECS", "as_stored", "run_kernel"]
 
@@ -26,9 +27,10 @@ POISON = 0xFF
 """Fills blocks of codes that mean nothing: scales are NaN then, or the largest numbers that there are."""
 
 
-def run_kernel(case, steps, *, in_pairs=False, num_threads=2, codec=""):
+def run_kernel(case, steps, *, in_pairs=False, num_threads=2, codec="", packs=True):
     """Return the outputs of each sequence, ``[L, n, H, D]``, as :meth:`PackedCase.run` does."""
-    return KernelRun(case, in_pairs=in_pairs, num_threads=num_threads, codec=codec).all_of(steps, gives_back=True)
+    run = KernelRun(case, in_pairs=in_pairs, num_threads=num_threads, codec=codec, packs=packs)
+    return run.all_of(steps, gives_back=True)
 
 
 def as_stored(case, codec):
@@ -67,16 +69,17 @@ class KernelRun(Run):
         in_pairs: whether numbers lie in pairs of bfloat16.
         num_threads: of the team.
         codec: of K and V; empty for none.
+        packs: whether anything is packed at all; else all sequences of the case are exact.
     """
 
-    def __init__(self, case, *, in_pairs, num_threads, codec=""):
-        self.is_in_pairs, self.codec = in_pairs, codec
+    def __init__(self, case, *, in_pairs, num_threads, codec="", packs=True):
+        self.is_in_pairs, self.codec, self.packs = in_pairs, codec, packs
         super().__init__(case, torch.float32, PAIRS_LAYOUT if in_pairs else "")
         self.attention = CpuAttention(num_threads)
 
     def allocate(self, num_blocks):
         case, shape = self.case, self.case.shape
-        self.rule = KeepRule(case.chunk_size, is_chunked=True, num_before=1, packs=True)
+        self.rule = KeepRule(case.chunk_size, is_chunked=True, num_before=1, packs=True) if self.packs else KEEP_ALL
         if self.codec:
             geometry = _coded_geometry(shape, self.codec, (self.rule,) * shape.num_layers)
             return CodecSlab.allocate(geometry, num_blocks, _constants_of(shape))
@@ -97,10 +100,13 @@ class KernelRun(Run):
         chunks = tuple(tuple(self.held[seq].chunks) for seq, _ in step)
         num_new = {seq: sum(seq == other for other, _ in to_pack) for seq, _ in step}
         num_old = tuple(len(self.held[seq].chunks) - num_new[seq] for seq, _ in step)
-        inputs = replace(self.inputs(step), packed=PackedInputs(case.chunk_size, 0, chunks, num_old))
+        mask_of = np.array([NO_MASK if seq in case.exact else 0 for seq, _ in step], np.int32)
+        packed = PackedInputs(case.chunk_size, 0, chunks, num_old, mask_of) if self.packs else None
+        inputs = replace(self.inputs(step), packed=packed)
         sinks = None if case.sinks is None else case.sinks.float()
-        for seq, num in step:
-            self.mark(seq, num)
+        for seq, num in step if self.packs else ():
+            if seq not in case.exact:
+                self.mark(seq, num)
         for layer in range(shape.num_layers):
             query, key, value = (self.of_step(own, step, layer) for own in (case.query, case.key, case.value))
             yield self.attention(query, key, value, self.slab, inputs, layer, case.scale, case.softcap, sinks)

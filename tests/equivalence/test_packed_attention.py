@@ -86,6 +86,23 @@ def test_bits_of_codes_hang_on_nothing_but_the_sequence(codec, data, seed, keepe
     as_stored(case, codec).hold(alone, CODES_BOUND)
 
 
+@pytest.mark.parametrize("codec", long_but([""], ["", "k8v4"]))
+def test_who_sees_all_has_the_bits_of_a_server_where_nothing_is_packed(codec):
+    """Beside others in the same steps, of whom some have the same tokens."""
+    lengths = [700, 600, 700, 30]
+    case = PackedCase(SMALL, lengths, KEEPERS["half"], exact=(1, 2))
+    for operands in (case.query, case.key, case.value):
+        operands[0] = operands[2].clone()
+    steps = [[(0, 300), (1, 250), (2, 600)], [(0, 399), (1, 349), (2, 99)], [(3, 29)], [(seq, 1) for seq in range(4)]]
+    mixed = run_kernel(case, steps, codec=codec)
+    as_stored(case, codec).hold(mixed, CODES_BOUND) if codec else case.hold(mixed, FLOAT32_BOUND)
+    alone = PackedCase(SMALL, lengths, KEEPERS["half"], exact=range(4))
+    alone.query, alone.key, alone.value = case.query, case.key, case.value
+    exact = run_kernel(alone, steps, codec=codec, packs=False)
+    for seq in (1, 2):
+        assert torch.equal(mixed[seq], exact[seq])
+
+
 def test_pairs_are_near_dense_attention():
     case = PackedCase(SMALL, [200], KEEPERS["half"], chunk_size=32)
     (output,) = each(case, 64, in_pairs=True)

@@ -415,6 +415,10 @@ def packed_block_twice(cache: SequenceCache, _: list[Node]) -> None:
     block.num_table_refs = 2
 
 
+def cache_that_keeps_others_than_its_path(world: World) -> None:
+    world.cache.keeps_all = True
+
+
 def packed_and_no_group_packs(world: World) -> None:
     world.cache.chunks.append(PackedChunk((), None))
 
@@ -702,7 +706,8 @@ CORRUPTIONS: list[tuple[Callable[[World], None], str]] = [
     (with_packing(packed_chunk_told_of_another_node), "is told of another node"),
     (with_packing(packed_block_of_another_group), "packed, and not told so"),
     (with_packing(packed_block_twice), "published twice"),
-    (packed_and_no_group_packs, "a cache has packed chunks, and no group packs"),
+    (cache_that_keeps_others_than_its_path, "a cache keeps others than its path"),
+    (packed_and_no_group_packs, "a cache has packed chunks, and none of its groups packs"),
     (with_packing(packed_chunk_of_another_path), "chunk 0 of a cache is not that of its path"),
     (with_packing(packed_chunk_of_a_node_that_left), "chunk 0 of a cache is nowhere"),
     (with_packing(blocks_of_a_packed_chunk_published_alone), "or blocks of it alone are"),

@@ -50,12 +50,12 @@ def test_shares_alone_and_of_a_codec_are_measured_and_heeded(
         assert found[codec]["num_tokens"] == 2 * 899
         assert taken[f"kv_keep 0.5, {codec}"] < taken["kv_keep 0.5"] * 0.5
 
-    config = EngineConfig(model=str(tiny_chat_model), dtype="float32", kv_keep=0.5)
+    config = EngineConfig(model=str(tiny_chat_model), dtype="float32", kv_keep=(0.5,))
     applied = {"kv_keep 0.5": config, f"kv_keep 0.5, {codec}": replace(config, kv_cache_dtype=codec or "auto")}
     for name, one in list(applied.items())[: 1 + bool(codec)]:
         mask = plan_engine(one).mask
         assert mask is not None
-        verdict = read_verdict(answer["fingerprint"], subject_of(one, "float32", mask=mask.name), own_cache)
+        verdict = read_verdict(answer["fingerprint"], subject_of(one, "float32", mask=mask.names[0]), own_cache)
         assert verdict is not None
         assert verdict.top1_agreement == found[name]["top1_agreement"]["value"]
         assert read_verdict(answer["fingerprint"], subject_of(one, "float32", mask="another"), own_cache) is None
@@ -66,14 +66,14 @@ MASK = "mask abc keeps 0.5"
 
 def _check(config: EngineConfig, cache: Path) -> list[str]:
     said: list[str] = []
-    check_quality(config, "float32", lambda: "f", cache, said.append, mask=MASK)
+    check_quality(config, "float32", lambda: "f", cache, said.append, masks=[MASK])
     return said
 
 
 @pytest.mark.parametrize("codec", ["auto", "int8"])
 def test_a_share_under_its_floor_is_refused(own_cache: Path, codec: str) -> None:
-    config = EngineConfig(model="m", kv_keep=0.5, kv_cache_dtype=codec)
-    subjects = [subject_of(config, "float32", mask=MASK), subject_of(replace(config, kv_keep=None), "float32")]
+    config = EngineConfig(model="m", kv_keep=(0.5,), kv_cache_dtype=codec)
+    subjects = [subject_of(config, "float32", mask=MASK), subject_of(replace(config, kv_keep=()), "float32")]
     for subject, top1 in zip(subjects, (0.94, 0.99), strict=True):
         write_verdict(
             Verdict("m", "f", subject, top1, 0.001, 0.02, 0.003, 1000, 2048, "t", "d", "2026-01-02", "0"), own_cache
@@ -88,7 +88,7 @@ def test_a_share_under_its_floor_is_refused(own_cache: Path, codec: str) -> None
 
 
 def test_a_start_names_the_command_that_measures(own_cache: Path) -> None:
-    config = EngineConfig(model="m", kv_keep=0.5, kv_cache_dtype="int8", block_size=32)
+    config = EngineConfig(model="m", kv_keep=(1, 0.5), kv_cache_dtype="int8", block_size=32)
     said = _check(config, own_cache)
     assert [line.rsplit(": ", 1)[1] for line in said] == [
         "pagefold eval m --kv-cache-dtype int8 --block-size 32",

@@ -62,6 +62,7 @@ from pagefold.sampling import SamplingParams
 from pagefold.scheduler import SCHEDULING_POLICIES, Scheduler, SchedulerLimits
 from pagefold.scheduler.suspicion import MAX_FAILED_IN_A_ROW
 from pagefold.sim.shadow_runner import VOCAB_SIZE, ShadowRunner, alone, cells_of
+from pagefold.steps import NO_MASK
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -223,7 +224,10 @@ class Machine:
         if len(self.scheduler.waiting) >= MAX_WAITING:
             return
         stream = STREAMS[which % 2 if which % 3 else self.num_added // 4 % len(STREAMS)]
-        namespace = NAMESPACES[which // 6 % 8 == 0]
+        namespace, mask = NAMESPACES[which // 6 % 8 == 0], 0
+        if self.core.packing.is_on:  # those of one namespace keep all
+            namespace = NAMESPACES[which // 6 % 3 == 0]
+            mask = NO_MASK if namespace == NAMESPACES[1] else 0
         tokens = list(stream[: length % (5 if self.setup.long_outputs else self.max_total_tokens - 4)])
         tokens += [own >> bit & 1 for bit in range(own % 3 if tokens else 1)]
         stops = frozenset({own % VOCAB_SIZE}) if own % 4 == 0 else frozenset()
@@ -251,6 +255,7 @@ class Machine:
                 sample_index=index,
                 warm_up=warm_up,
                 message_ends=tuple(range(1 + own % 7, len(tokens), 7)),
+                mask=mask,
             )
             for index in range(num_samples)
         ]
@@ -462,7 +467,8 @@ class Machine:
         for request in corrupted:
             assert request.is_aborted
             assert request.finish_reason is not None
-            hit = self.core.match(request.namespace, request.packed(), request.num_tokens)
+            namespace, keeps_all = request.namespace, request.keeps_all
+            hit = self.core.match(namespace, request.packed(), request.num_tokens, keeps_all=keeps_all)
             assert len(hit.nodes) <= max((_num_common_blocks(request, one) for one in drafting), default=0)
             assert not hit.held
             assert request.cache is None or request.cache.tail is None
@@ -911,6 +917,9 @@ class Machine:
         num_loaded = sum(request.num_loaded_tokens.values())  # when it was admitted first
         self._saw("host hit", bool(request.cache.num_loaded_tokens))
         self._saw("begins packed", bool(request.cache.chunks))
+        if request.keeps_all:
+            rule, start = self.core.rules.packing, request.num_computed_tokens
+            self._saw("begins with what others would pack", rule.num_packed(start) > 0)
         self._saw("what a preemption kept", after_preemption and num_hit_tokens > 0)
         has_tiers = self.core.host.is_on
         num_lost = request.num_lost_tokens
@@ -1194,7 +1203,8 @@ def test_random_operations_where_chunks_are_packed(rules: tuple[KeepRule, ...]) 
     seen: Counter[str] = Counter()
     for seed in range(4):
         seen += random_operations(80 + seed, 400, "lru", rules, seals=False)
-    assert min(seen[what] for what in ("packed", "ahead", "not ahead: chunks are packed", "begins packed")) > 0
+    asked = "packed", "ahead", "not ahead: chunks are packed", "begins packed", "begins with what others would pack"
+    assert min(seen[what] for what in asked) > 0
 
 
 @pytest.mark.long

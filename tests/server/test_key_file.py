@@ -10,7 +10,9 @@ from local_server import LocalServer, ProcessServer, error_of, start_cli
 
 from pagefold.config import Account, ServerConfig
 from pagefold.errors import ConfigError
+from pagefold.server.completion_schemas import CompletionRequest
 from pagefold.server.key_file import read_key_file
+from pagefold.server.warming import tenants_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,6 +38,12 @@ key = "sk-beta"
 tenant = "beta"
 class = "batch"
 """
+KEEPING = """
+[[keys]]
+key = "sk-gamma"
+tenant = "gamma"
+kv_keep = 0.5
+"""
 ACCOUNTS = (
     Account(key="sk-acme-1", tenant="acme", customer_class="gold", priority=-10),
     Account(key="sk-acme-2", tenant="acme"),
@@ -53,7 +61,17 @@ def written(folder: Path, text: str | bytes, mode: int = 0o600) -> str:
 def test_a_key_file(tmp_path):
     said: list[str] = []
     assert read_key_file(written(tmp_path, FILE), said.append) == ACCOUNTS
+    keeping = Account(key="sk-gamma", tenant="gamma", kv_keep=0.5)
+    assert read_key_file(written(tmp_path, FILE + KEEPING), said.append) == (*ACCOUNTS, keeping)
     assert said == []
+
+
+def test_a_tenants_share_is_for_requests_and_prefixes_that_ask_for_none():
+    gamma = Account(key="sk-gamma", tenant="gamma", kv_keep=0.5)
+    for fields, wanted in (({}, (0.5, "")), ({"kv_keep": 1}, (1.0, "")), ({"kv_quality": "exact"}, (None, "exact"))):
+        caller = CompletionRequest(prompt="x", **fields).caller(gamma)
+        assert (caller.kv_keep, caller.kv_quality) == wanted
+    assert tenants_of(ServerConfig(accounts=(*ACCOUNTS, gamma))) == {"acme": None, "beta": None, "gamma": 0.5}
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o666, 0o644])
@@ -91,6 +109,10 @@ def test_others_may_not_read_it(tmp_path, mode):
         ('[[keys]]\nkey = "sk-secret"\ntenant = "a"\n[classes]\ngold = "high"\n', 5),
         ('[[keys]]\nkey = "sk-secret"\ntenant = "a"\n[classes]\ngold = 1\nbatch = true\n', 6),
         ('[[keys]]\nkey = "sk-secret"\ntenant = "a"\n[classes]\ngold = 99999999999\n', 5),
+        ('[[keys]]\nkey = "sk-secret"\ntenant = "a"\nkv_keep = 0\n', 1),
+        ('[[keys]]\nkey = "sk-secret"\ntenant = "a"\nkv_keep = nan\n', 1),
+        ('[[keys]]\nkey = "sk-secret"\ntenant = "a"\nkv_keep = "half"\n', 1),
+        ('[[keys]]\nkey = "a"\ntenant = "a"\nkv_keep = 0.5\n[[keys]]\nkey = "sk-secret"\ntenant = "a"\n', 5),
         ('keys = ["sk-secret"]\n', 1),
         ('keys = "sk-secret"\n', 1),
         (f'[[keys]]\nkey = "sk-secret"\ntenant = {"9" * 5000}\n', 3),
@@ -276,6 +298,7 @@ def test_a_served_key_file(tiny_chat_model, tmp_path):
         (FILE + "[[keys]]\n", [], "Line 19 of the key file"),
         (FILE, [], "Class gold has priority -10, but requests are served first come first served."),
         (FILE, ["--scheduling-policy", "priority", "--api-key", "sk-beta"], "given twice"),
+        (FILE + KEEPING, ["--scheduling-policy", "priority"], "Tenant gamma has kv_keep 0.5, and the server offers 1."),
         (None, [], "cannot be read: No such file"),
     ],
 )

@@ -397,7 +397,7 @@ def _share_settings(config: EngineConfig, shares: str | None, stored: _Stored, c
     codecs = ["auto", *(name.strip() for name in names if name.strip() != "auto")]
     for share, codec in product(shares.split(",") if shares is not None else (), codecs):
         try:
-            overrides: dict[str, object] = {"kv_keep": float(share)}
+            overrides: dict[str, object] = {"kv_keep": (float(share),)}
         except ValueError:
             msg = f"kv_keep has {share.strip()!r}, which is no share."
             raise ConfigError(msg, remedy="Give numbers between 0 and 1 with commas, such as 0.5,0.25.") from None

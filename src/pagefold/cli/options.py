@@ -22,7 +22,15 @@ if TYPE_CHECKING:
 
     from pagefold.config import Flag
 
-__all__ = ["listed", "parse_layers", "parse_num_tokens", "parse_speculation", "read_flags", "with_flags"]
+__all__ = [
+    "listed",
+    "parse_layers",
+    "parse_num_tokens",
+    "parse_shares",
+    "parse_speculation",
+    "read_flags",
+    "with_flags",
+]
 
 
 def with_flags(**panels: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -57,7 +65,7 @@ def read_flags(config: type, given: dict[str, Any]) -> dict[str, Any]:
     for field, annotation, flag in _flags(config):
         value, wanted = given[_name(field, flag)], get_args(annotation)[0]
         if get_origin(wanted) is tuple:
-            value = parse_layers(value) if int in get_args(wanted) else listed(value, _default(config, field))
+            value = _parse_tuple(value, get_args(wanted)[0], _default(config, field))
         elif _takes_tokens(wanted):
             value = parse_num_tokens(value)
         read[field] = value
@@ -75,6 +83,19 @@ def parse_layers(text: str | None) -> tuple[int, ...]:
     except ValueError:
         msg = f"{text!r} is no list of layers."
         raise typer.BadParameter(msg, param_hint="--kv-cache-dtype-skip-layers") from None
+
+
+def parse_shares(text: str | None) -> tuple[float, ...]:
+    """Return the shares that a flag names, as ``1,0.5``; none if it was not given.
+
+    Raises:
+        typer.BadParameter: it is no list of numbers.
+    """
+    try:
+        return tuple(float(share) for share in text.split(",")) if text is not None else ()
+    except ValueError:
+        msg = f"{text!r} is no list of shares."
+        raise typer.BadParameter(msg, param_hint="--kv-keep") from None
 
 
 def parse_num_tokens(text: str | None) -> int | Literal["auto"] | None:
@@ -134,6 +155,13 @@ def listed(values: Sequence[str] | None, default: tuple[str, ...]) -> tuple[str,
     return tuple(listed)
 
 
+def _parse_tuple(value: Any, of: type, default: tuple[Any, ...]) -> tuple[Any, ...]:  # noqa: ANN401 - of three kinds
+    """Return what a flag lists, of numbers of layers, of shares, or of texts."""
+    if of is int:
+        return parse_layers(value)
+    return parse_shares(value) if of is float else listed(value, default)
+
+
 def _flags(config: type) -> Iterator[tuple[str, Any, Flag]]:
     """Yield the fields of ``config`` that are flags, each with its annotation."""
     for field, annotation in get_type_hints(config, include_extras=True).items():
@@ -168,7 +196,7 @@ def _default(config: type, field: str) -> Any:  # noqa: ANN401 - whatever the se
 def _type(wanted: Any) -> Any:  # noqa: ANN401 - annotations have no type
     """Return what typer makes of a flag's text: names are texts here, which the config checks."""
     if get_origin(wanted) is tuple:
-        return str | None if int in get_args(wanted) else list[str] | None
+        return list[str] | None if str in get_args(wanted) else str | None
     if _takes_tokens(wanted):
         return str | None
     if get_origin(wanted) is Literal:

@@ -102,7 +102,7 @@ def serve(
         if not flags["metrics_key"]:
             flags["metrics_key"] = None if flags["open_metrics"] else environment_metrics_key()
         flags["admin_api_key"] = flags["admin_api_key"] or environment_admin_key()
-        accounts = _accounts(api_key_file, engine_config.scheduling_policy)
+        accounts = _accounts(api_key_file, engine_config)
         server_config = ServerConfig(accounts=accounts, **read_flags(ServerConfig, flags))
         if record_trace is not None and engine_config.has_slow_tiers:
             msg = "What slow tiers bring, and when, is not part of a recording yet."
@@ -114,15 +114,21 @@ def serve(
     raise typer.Exit(exit_code)
 
 
-def _accounts(path: str | None, scheduling_policy: str) -> tuple[Account, ...]:
+def _accounts(path: str | None, config: EngineConfig) -> tuple[Account, ...]:
     from pagefold.server.key_file import read_key_file  # noqa: PLC0415 - only here
 
     accounts = () if path is None else read_key_file(path, lambda line: typer.echo(line, err=True))
     urgent = next((account for account in accounts if account.priority), None)
-    if urgent is not None and scheduling_policy == "fcfs":
+    if urgent is not None and config.scheduling_policy == "fcfs":
         what = f"Class {urgent.customer_class} has priority {urgent.priority}"
         msg = f"{what}, but requests are served first come first served."
         raise ConfigError(msg, remedy="Start with --scheduling-policy priority, or give the class priority 0.")
+    offered = config.kv_keep or (1.0,)
+    other = next((account for account in accounts if account.kv_keep not in (None, *offered)), None)
+    if other is not None:
+        shares = ", ".join(f"{share:g}" for share in offered)
+        msg = f"Tenant {other.tenant} has kv_keep {other.kv_keep:g}, and the server offers {shares}."
+        raise ConfigError(msg, remedy="Add it to --kv-keep, or give the tenant what is offered.")
     return accounts
 
 

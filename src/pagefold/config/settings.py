@@ -117,7 +117,8 @@ class EngineConfig:
             attend to more otherwise. What lies between is given back: beyond both together outputs are not those of the
             model. ``max_model_len`` may be beyond what that was made for then, if it is a number. None for all.
         streaming_llm_sinks: how many of the first tokens stay beside them.
-        kv_keep: the share of older tokens that is kept, by layer and KV head (see ``masks/``), above 0 and below 1.
+        kv_keep: shares of older tokens that requests may have kept, by layer and KV head (see ``masks/``), above 0; 1
+            for all of them. The first is for requests that ask for none. Empty where all are kept.
             What is dropped is given back: outputs are not those of the model. None for all.
         max_model_len: longest prompt and output together, in tokens; None for what the model was made for, ``auto``
             for as much of that as the budget holds.
@@ -217,13 +218,13 @@ class EngineConfig:
         int, Flag("How many of the first tokens stay in sight with --streaming-llm.", metavar="TOKENS")
     ] = _NUM_SINKS
     kv_keep: Annotated[
-        float | None,
+        tuple[float, ...],
         Flag(
             "Keep so large a share of the tokens before the last ones, by layer and KV head, and give back the rest. "
-            "Outputs are not the model's.",
-            metavar="SHARE",
+            "Outputs are not the model's. Several with commas, 1 for all: requests may ask for each.",
+            metavar="SHARES",
         ),
-    ] = None
+    ] = ()
     max_model_len: Annotated[
         int | Literal["auto"] | None,
         Flag("Longest prompt and output together; auto for as much as the budget holds.", metavar="TOKENS|auto"),
@@ -375,11 +376,21 @@ class EngineConfig:
             msg = "streaming_llm and allow_streaming are set: what one gives back the other would read where it lies."
             raise ConfigError(msg, remedy="Leave one of them out.")
 
+    @property
+    def masks(self) -> tuple[float, ...]:
+        """The shares of older tokens that are kept by a mask: all of ``kv_keep`` but 1."""
+        return tuple(share for share in self.kv_keep if share < 1)
+
     def _check_keep(self) -> None:
-        if self.kv_keep is None:
+        if not self.kv_keep:
             return
-        if not 0 < self.kv_keep < 1:
-            raise _bad("kv_keep", self.kv_keep, "above 0 and below 1; left out, all is kept")
+        for share in self.kv_keep:
+            if not 0 < share <= 1:
+                raise _bad("kv_keep", share, "above 0, and 1 for all at most")
+        if not self.masks or len(set(self.kv_keep)) < len(self.kv_keep):
+            what = "names a share twice" if self.masks else "keeps all, as without it"
+            msg = f"kv_keep is {','.join(map(str, self.kv_keep))}, which {what}."
+            raise ConfigError(msg, remedy="Name each share once, and one below 1; or leave it out.")
         others = {
             "streaming_llm": self.streaming_llm is not None,
             "allow_streaming": self.allow_streaming,
@@ -412,12 +423,14 @@ class Account:
         tenant: whose blocks its requests share; empty for those whom no key file names.
         customer_class: on what terms it is served; a label.
         priority: of its requests, unless they bring one.
+        kv_keep: the share of older tokens that its requests have kept, unless they ask; None for the server's default.
     """
 
     key: str = field(repr=False)
     tenant: str = ""
     customer_class: str = ""
     priority: int = 0
+    kv_keep: float | None = None
 
 
 def is_key(text: str) -> bool:

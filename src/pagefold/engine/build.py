@@ -13,6 +13,7 @@ from pagefold.engine.draft_model import model_drafter
 from pagefold.engine.drafting import NO_DRAFTING, Drafting
 from pagefold.engine.engine import Engine
 from pagefold.engine.limits import ModelLimits
+from pagefold.engine.masking import kinds_of
 from pagefold.engine.namespace import namespace_of
 from pagefold.engine.on_card import ran_out
 from pagefold.engine.overlapped import OverlappedEngine
@@ -84,9 +85,9 @@ def build_engine(
 
     config, spec, geometry = blueprint.config, blueprint.spec, blueprint.geometry
     dtype = str(blueprint.dtype).removeprefix("torch.")
-    mask = "" if blueprint.mask is None else blueprint.mask.name
+    names = () if blueprint.mask is None else blueprint.mask.names
     check_quality(
-        config, dtype, lambda: content_fingerprint(spec.folder, cache_dir()), cache_dir(), _log.warning, mask=mask
+        config, dtype, lambda: content_fingerprint(spec.folder, cache_dir()), cache_dir(), _log.warning, masks=names
     )
     for line in hardware_of(blueprint).lines(blueprint):
         say(line)
@@ -197,7 +198,9 @@ def _assemble(
         scheduler=scheduler,
         runner=runner,
         tokenizer=tokenizer,
-        limits=ModelLimits(spec.vocab_size, spec.eos_token_ids, namespace, ends.union(spec.eos_token_ids)),
+        limits=ModelLimits(
+            spec.vocab_size, spec.eos_token_ids, namespace, ends.union(spec.eos_token_ids), kinds_of(blueprint)
+        ),
         capacity=capacity,
         tiering=tiering,
         drafting=drafting,

@@ -172,7 +172,8 @@ class Engine:
         assert (grammar is None) == (sampling.structured_outputs is None), "a grammar is compiled before it is added"
         sample_ids = [request_id, *(f"{request_id}/{index}" for index in range(1, sampling.num_samples))]
         self._check_names(sample_ids)
-        base = self.limits.namespace
+        kind = self.limits.kind_of(caller)
+        base = kind.namespace
         namespace = Namespace(base.model, base.layout, base.dtype, base.adapter, caller.tenant, caller.cache_salt)
         max_total = self.capacity.max_model_len
         if sampling.max_tokens is not None:
@@ -206,6 +207,7 @@ class Engine:
                 message_ends=ends,
                 speculation=speculation,
                 predicted=caller.predicted[: max_total - len(prompt_token_ids)],  # more of it cannot come
+                mask=kind.mask,
             )
             for index, (sample_id, matcher) in enumerate(zip(sample_ids, to_match, strict=True))
         ]

@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pagefold.engine.kinds import Kind, kind_of
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pagefold.kv import Namespace
+    from pagefold.request import Caller
 
 __all__ = ["ModelLimits"]
 
@@ -25,14 +28,26 @@ class ModelLimits:
     Attributes:
         vocab_size: token ids are in [0, vocab_size).
         eos_token_ids: each of them ends a sequence, unless ``ignore_eos``.
-        namespace: model, layout and dtype of its blocks; tenant and salt are the request's.
+        namespace: model, layout and dtype of the blocks of requests that ask for nothing else; tenant and salt are the
+            request's.
         message_end_ids: each of them ends a message of a conversation.
+        kinds: of blocks that requests may ask for, the first for those that do not; none where there is one, which
+            keeps all.
     """
 
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     namespace: Namespace
     message_end_ids: frozenset[int] = frozenset()
+    kinds: tuple[Kind, ...] = ()
+
+    def kind_of(self, caller: Caller) -> Kind:
+        """Return of which kind the blocks of a caller's request are.
+
+        Raises:
+            InvalidRequestError: it asks for one that there is not.
+        """
+        return kind_of(caller, self.kinds or (Kind(1.0, 0, self.namespace),))
 
     def message_ends(self, token_ids: Sequence[int]) -> tuple[int, ...]:
         """Return the positions behind the messages of a prompt, ascending: of very many the first and the last ones.

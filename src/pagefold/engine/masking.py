@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
+from pagefold.engine.kinds import EXACT, Kind
+from pagefold.engine.namespace import namespace_of
 from pagefold.errors import ConfigError, NotCalibratedError
 from pagefold.kv import KeepRule
 from pagefold.masks.rule import CHUNK
+from pagefold.steps import NO_MASK
 
 if TYPE_CHECKING:
     from pagefold.config import EngineConfig
+    from pagefold.engine.blueprint import Blueprint
     from pagefold.runner.keeping import Keeping
     from pagefold.runner.models import ModelSpec
 
-__all__ = ["EngineMask", "check_masking", "find_mask", "packing_keeps"]
+__all__ = ["EngineMask", "check_masking", "find_mask", "kinds_of", "packing_keeps"]
 
 
 class EngineMask(NamedTuple):
     """By what an engine keeps older tokens.
 
     Attributes:
-        keeping: what the decoder takes.
-        name: tells blocks that were made so from all others.
+        keeping: what the decoder takes, of all masks.
+        names: of each mask: tells blocks that were made so from all others.
     """
 
     keeping: Keeping
-    name: str
+    names: tuple[str, ...]
 
 
 def check_masking(config: EngineConfig, spec: ModelSpec, not_fused: str) -> None:
@@ -68,7 +73,7 @@ def find_mask(config: EngineConfig, spec: ModelSpec) -> EngineMask:
     Raises:
         NotCalibratedError: nobody has fitted a scorer to the model's weights.
     """
-    assert config.kv_keep is not None, "nobody asked"
+    assert config.masks, "nobody asked"
     from pagefold.masks.calibration import kept_scorer  # noqa: PLC0415 - torch comes with it
 
     kept = kept_scorer(spec.folder)
@@ -76,4 +81,18 @@ def find_mask(config: EngineConfig, spec: ModelSpec) -> EngineMask:
         msg = f"kv_keep is set, and it is not known which tokens of {spec.folder.name} get attention."
         raise NotCalibratedError(msg, remedy=f"Run: pagefold calibrate {config.model}. It takes some minutes, once.")
     scorer = kept.scorer
-    return EngineMask(scorer.keeping(config.kv_keep), f"mask {scorer.digest} keeps {config.kv_keep}")
+    names = tuple(f"mask {scorer.digest} keeps {share}" for share in config.masks)
+    return EngineMask(scorer.keeping(*config.masks), names)
+
+
+def kinds_of(blueprint: Blueprint) -> tuple[Kind, ...]:
+    """Return the kinds of blocks that requests may ask for; none where all is kept."""
+    config, mask = blueprint.config, blueprint.mask
+    if mask is None:
+        return ()
+    base, found = namespace_of(blueprint), []
+    for share in config.kv_keep:
+        number = NO_MASK if share == 1 else config.masks.index(share)
+        name = EXACT if share == 1 else mask.names[number]
+        found.append(Kind(float(share), number, replace(base, layout=f"{base.layout}/{name}")))
+    return tuple(found)

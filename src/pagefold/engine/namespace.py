@@ -42,8 +42,6 @@ def namespace_of(blueprint: Blueprint) -> Namespace:
         layout = f"{arrangement}/{geometry.codec.name}/{skipped}/{digest_of(blueprint.constants)}"
     if geometry.keeps:
         layout += "/" + ",".join(map(_kept_by, geometry.groups))
-    if blueprint.mask is not None:
-        layout += f"/{blueprint.mask.name}"
     if DROPPED_BITS[config.kv_transport_codec]:  # then no block is sure to be what was computed
         layout += f"/{config.kv_transport_codec}"
     return Namespace(

@@ -67,8 +67,10 @@ class OnCpu:
         """Return what fits, and in which formats the fused decoder computes."""
         lines = blueprint.capacity.lines() + _lines_of_sinks(blueprint)
         if blueprint.mask is not None:
-            what = f"{blueprint.config.kv_keep:.0%} of what is older than {CHUNK} to {2 * CHUNK} tokens"
-            lines.append(f"keeps      {what}: outputs are not the model's")
+            shares = " or ".join(f"{share:.0%}" for share in blueprint.config.masks)
+            what = f"{shares} of what is older than {CHUNK} to {2 * CHUNK} tokens: outputs are not the model's"
+            also = "; or all, as a request asks" if 1 in blueprint.config.kv_keep else ""
+            lines.append(f"keeps      {what}{also}")
         if blueprint.draft is not None:
             lines.append(line_of_draft(blueprint.draft, _weight_bytes(blueprint.draft)))
         if blueprint.is_fused:

@@ -84,7 +84,7 @@ def _shape_of(config: EngineConfig, progress: Progress | None) -> Blueprint:
     if config.streaming_llm is not None:
         _check_streaming(config, spec, device)
         geometry = replace(geometry, keeps=_streaming_keeps(config, spec))
-    elif config.kv_keep is not None:
+    elif config.masks:
         check_masking(config, spec, not_fused)
         geometry = replace(geometry, keeps=packing_keeps(spec))
         mask = find_mask(config, spec)

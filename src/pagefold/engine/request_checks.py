@@ -68,6 +68,7 @@ class RequestChecks:
         if caller.warm_up is not None:
             self._check_warm_up(num_tokens, caller.warm_up)
         self._check_ids(caller.predicted, "prediction")
+        self._limits.kind_of(caller)
 
     def check_pin_quota(self, request: Request) -> None:
         """Refuse before it is computed what could not be pinned now. Others may be faster: then pinning fails.
@@ -78,8 +79,9 @@ class RequestChecks:
         core = self._scheduler.core
         core.pins.expire(request.arrival_s)
         num_blocks = request.num_prompt_tokens // core.block_size
-        known = core.match(request.namespace, request.packed(), request.num_prompt_tokens).nodes
-        num_new = core.pins.num_new_blocks(known, num_blocks)
+        packed, keeps_all = request.packed(), request.keeps_all
+        known = core.match(request.namespace, packed, request.num_prompt_tokens, keeps_all=keeps_all).nodes
+        num_new = core.pins.num_new_blocks(known, num_blocks, keeps_all=keeps_all)
         if core.pins.num_blocks + num_new > core.pins.max_blocks:
             msg = (
                 f"{core.pins.num_blocks} of at most {core.pins.max_blocks} blocks are pinned, and this prompt would "

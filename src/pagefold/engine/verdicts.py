@@ -23,7 +23,7 @@ from pagefold.files.whole import write_whole
 from pagefold.kv import CODECS, KV_CACHE_DTYPES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from pagefold.config import EngineConfig, TransportCodec
@@ -127,7 +127,7 @@ def subject_of(
     found["kv_cache_dtype_skip_layers"] = sorted(set(config.kv_cache_dtype_skip_layers))
     if _is_rounded(config, transport or config.kv_transport_codec):
         found["kv_transport_codec"] = transport or config.kv_transport_codec
-    if config.kv_keep is not None:
+    if mask:
         found["kv_keep"] = mask
     return found
 
@@ -195,7 +195,7 @@ def format_floor_of(config: EngineConfig) -> float:
 
 def keep_floor_of(config: EngineConfig) -> float:
     """Return the least top-1 agreement where a share of older tokens is kept; 0 where all are."""
-    if config.kv_keep is None:
+    if not config.masks:
         return 0.0
     return _FLOOR_LESS if config.kv_quality_floor is None else config.kv_quality_floor
 
@@ -210,6 +210,7 @@ class _Costly(NamedTuple):
         command: that measures it.
         is_forced: whether it is served under the floor, too.
         remedy: against that.
+        mask: names by what older tokens are kept, where it is that.
     """
 
     what: str
@@ -218,6 +219,7 @@ class _Costly(NamedTuple):
     command: str
     is_forced: bool
     remedy: str
+    mask: str = ""
 
 
 def check_quality(  # noqa: PLR0913 - what a verdict is about, where it is, and who is told
@@ -227,7 +229,7 @@ def check_quality(  # noqa: PLR0913 - what a verdict is about, where it is, and 
     cache_dir: Path,
     say: Callable[[str], None],
     *,
-    mask: str = "",
+    masks: Sequence[str] = (),
 ) -> None:
     """Refuse a codec, a number format or a share whose verdict is under its floor, unless it is forced.
 
@@ -237,13 +239,13 @@ def check_quality(  # noqa: PLR0913 - what a verdict is about, where it is, and 
         fingerprint: returns that of the model's weights and config; called only where there is a floor.
         cache_dir: where verdicts are.
         say: takes a warning: there is no verdict, or something is forced.
-        mask: names by what older tokens are kept, where a share is.
+        masks: names by what older tokens are kept, of each share below 1 that is.
 
     Raises:
         QualityError: the verdict is under the floor.
     """
-    for one in _costly(config, dtype):
-        verdict = read_verdict(fingerprint(), subject_of(one.config, dtype, mask=mask), cache_dir)
+    for one in _costly(config, dtype, masks):
+        verdict = read_verdict(fingerprint(), subject_of(one.config, dtype, mask=one.mask), cache_dir)
         if verdict is None:
             say(f"nobody has measured what {one.what} costs on this model; to find out: {one.command}")
             continue
@@ -256,7 +258,7 @@ def check_quality(  # noqa: PLR0913 - what a verdict is about, where it is, and 
         say(f"{what}, and is forced: {verdict.told()}")
 
 
-def _costly(config: EngineConfig, dtype: str) -> Iterator[_Costly]:
+def _costly(config: EngineConfig, dtype: str, masks: Sequence[str]) -> Iterator[_Costly]:
     """Yield what of a config that computes in ``dtype`` has a floor."""
     if format_floor_of(config):
         name = config.quantization if dtype == "float32" else f"{dtype}+{config.quantization}"
@@ -272,7 +274,7 @@ def _costly(config: EngineConfig, dtype: str) -> Iterator[_Costly]:
     if floor_of(config):
         codec = CODECS[KV_CACHE_DTYPES[config.kv_cache_dtype]]
         skip = "keep layers in 16 bit with --kv-cache-dtype-skip-layers, "
-        if codec.channel_tokens or config.kv_keep is not None:  # in all layers, or not at all
+        if codec.channel_tokens or config.masks:  # in all layers, or not at all
             skip = ""
         lossy = f" --kv-transport-codec {config.kv_transport_codec}"
         if not _is_rounded(config, config.kv_transport_codec):
@@ -280,23 +282,24 @@ def _costly(config: EngineConfig, dtype: str) -> Iterator[_Costly]:
         yield _Costly(
             what=_what(config),
             floor=floor_of(config),
-            config=replace(config, kv_keep=None),
+            config=replace(config, kv_keep=()),
             command=_command(config, f"--kv-cache-dtype {config.kv_cache_dtype}", without=("kv_cache_dtype",)) + lossy,
             is_forced=config.force_kv_cache_dtype,
             remedy=f"Use another codec (pagefold eval --recommend names one), {skip}set another --kv-quality-floor, or "
             "force it with --force-kv-cache-dtype.",
         )
-    if keep_floor_of(config):
-        what, other = f"kv_keep {config.kv_keep}", ""
+    for share, mask in zip(config.masks, masks, strict=True) if keep_floor_of(config) else ():
+        what, other = f"kv_keep {share}", ""
         if config.kv_cache_dtype != "auto":
             what, other = f"{what} with kv_cache_dtype {config.kv_cache_dtype}", "use another codec, "
         yield _Costly(
             what=what,
             floor=keep_floor_of(config),
             config=config,
-            command=_command(config, f"--kv-keep {config.kv_keep}"),
+            command=_command(config, f"--kv-keep {share}"),
             is_forced=False,
             remedy=f"Keep more, {other}or set another --kv-quality-floor: 0 for none.",
+            mask=mask,
         )
 
 

@@ -137,7 +137,8 @@ def _audit_tree(core: KVCore) -> dict[int, Node]:
 
 def _audit_packed(core: KVCore, node: Node, published: dict[int, Node]) -> bool:
     """Check what a node has of a packed chunk. Return whether its blocks are idle."""
-    rule, where, end = core.rules.packing, f"the node of blocks {node.blocks}", (node.depth + 1) * core.block_size
+    rule = core.rules.of(keeps_all=node.root.keeps_all).packing
+    where, end = f"the node of blocks {node.blocks}", (node.depth + 1) * core.block_size
     packed = node.packed
     if packed is None:
         return True
@@ -155,7 +156,8 @@ def _audit_packed(core: KVCore, node: Node, published: dict[int, Node]) -> bool:
 
 def _may_go(core: KVCore, node: Node, group: int) -> bool:
     """Whether a node may be there without its block of a group: the group leaves tokens behind, and no sinks there."""
-    return core.rules[group].trims and not core.rules.is_sink(node.depth, group)
+    rules = core.rules.of(keeps_all=node.root.keeps_all)
+    return rules[group].trims and not rules.is_sink(node.depth, group)
 
 
 def _promised(core: KVCore) -> set[Node]:
@@ -198,6 +200,7 @@ def _audit_tables(core: KVCore) -> None:
         _check(not cache.streams or not cache.num_published, "a cache that streams has published blocks")
         _check(len(path) == cache.num_published, f"{cache.num_published=}, and the path has {len(path)} nodes")
         if cache.tail is not None:
+            _check(cache.tail.root.keeps_all == cache.keeps_all, "a cache keeps others than its path")
             _audit_ends(core, cache)
         _audit_chunks(core, cache, path)
         for group, table in enumerate(cache.tables):
@@ -207,9 +210,10 @@ def _audit_tables(core: KVCore) -> None:
 
 def _audit_chunks(core: KVCore, cache: SequenceCache, path: list[Node]) -> None:
     """A cache's packed chunks are those of its path, as far as that is published, and it has the others whole."""
-    rule = core.rules.packing
+    rules = core.rules.of(keeps_all=cache.keeps_all)
+    rule = rules.packing
     if rule is None:
-        _check(not cache.chunks and not cache.granted, "a cache has packed chunks, and no group packs")
+        _check(not cache.chunks and not cache.granted, "a cache has packed chunks, and none of its groups packs")
         return
     num_blocks = rule.chunk_blocks(core.block_size)
     for at, chunk in enumerate(cache.chunks):
@@ -222,24 +226,25 @@ def _audit_chunks(core: KVCore, cache: SequenceCache, path: list[Node]) -> None:
         _check(is_told, f"chunk {at} of a cache is published, or blocks of it alone are")
     num_packed = sum(len(chunk.blocks) for chunk in cache.chunks)
     _check(cache.num_packed_blocks == num_packed, f"{cache.num_packed_blocks=}, and its chunks fill {num_packed}")
-    first = min(table.num_trimmed for table, one in zip(cache.tables, core.rules, strict=True) if one.packs)
+    first = min(table.num_trimmed for table, one in zip(cache.tables, rules, strict=True) if one.packs)
     _check(first <= len(cache.chunks) * num_blocks, f"{first} blocks are gone, of {len(cache.chunks)} packed chunks")
 
 
 def _audit_ends(core: KVCore, cache: SequenceCache) -> None:
     """Whoever goes on behind what a cache has published finds there what each group keeps."""
     num_blocks = max(cache.num_published, cache.num_begun)  # what was loaded is published later
-    for group, (table, rule) in enumerate(zip(cache.tables, core.rules, strict=True)):
+    rules = core.rules.of(keeps_all=cache.keeps_all)
+    for group, (table, rule) in enumerate(zip(cache.tables, rules, strict=True)):
         first = rule.first_block(num_blocks, core.block_size) if rule.trims else table.num_trimmed
         what = f"group {group} begins at {table.num_trimmed}, and who goes on behind {num_blocks} needs block {first}"
         _check(table.num_trimmed <= first, what)
 
 
 def _audit_table(core: KVCore, cache: SequenceCache, path: list[Node], group: int) -> None:
-    table = cache.tables[group]
+    table, rule = cache.tables[group], core.rules.of(keeps_all=cache.keeps_all)[group]
     ids, first = table.block_ids, table.num_trimmed
-    _check(not first or core.rules[group].trims, f"group {group} keeps all, and {first} blocks are gone")
-    num_sink_blocks = core.rules[group].num_sink_blocks(core.block_size)
+    _check(not first or rule.trims, f"group {group} keeps all, and {first} blocks are gone")
+    num_sink_blocks = rule.num_sink_blocks(core.block_size)
     _check(not first or first > num_sink_blocks, f"{first} blocks are gone, of which {num_sink_blocks} hold sinks")
     num_apart = num_sink_blocks if first else 0
     _check(len(table.sink_ids) == num_apart, f"sinks in blocks {table.sink_ids}, and {first} blocks are gone")
@@ -251,7 +256,7 @@ def _audit_table(core: KVCore, cache: SequenceCache, path: list[Node], group: in
     path_ids: list[int | None] = []
     for node, held_id in zip(path[first:], ids, strict=False):
         block = node.blocks[group]
-        if core.rules[group].trims and core.pool.blocks[held_id].node is None:
+        if rule.trims and core.pool.blocks[held_id].node is None:
             path_ids.append(held_id)  # it was loaded, and the node has not got it yet, or has got another one
         else:
             path_ids.append(None if block is None else block.block_id)
@@ -295,14 +300,14 @@ def _audit_landmarks(core: KVCore) -> None:
     for landmark in landmarks:
         node = landmark.node
         _check(node.attached and node.committed and landmarks.at(node) is landmark, "a landmark is nowhere")
-        path = set(_nodes_between(node.root, node))
+        path, rules = set(_nodes_between(node.root, node)), core.rules.of(keeps_all=node.root.keeps_all)
         for block in landmark.blocks:
             _check(block.node in path, f"{block}: kept by a landmark of another path")
-            _check(core.rules[block.group].trims, f"{block}: kept by a landmark, and its group keeps all")
+            _check(rules[block.group].trims, f"{block}: kept by a landmark, and its group keeps all")
             _check(landmark in landmarks.keepers(block), f"{block}: does not know the landmark that keeps it")
-        for group in core.rules.trimmed:
+        for group in rules.trimmed:
             num_kept = sum(block.group == group for block in landmark.blocks)
-            num_needed = node.depth + 1 - core.rules[group].first_block(node.depth + 1, core.block_size)
+            num_needed = node.depth + 1 - rules[group].first_block(node.depth + 1, core.block_size)
             _check(num_kept >= num_needed, f"a landmark keeps {num_kept} of {num_needed} blocks of group {group}")
     kept = {block for landmark in landmarks for block in landmark.blocks}
     for block in core.pool.blocks:

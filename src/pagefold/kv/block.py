@@ -147,6 +147,7 @@ class Node:
         digest: names the node's whole path outside the device (see ``names.py``); empty until somebody asks.
         reuse_hint: whether it will be used again, as its last user believed; None for not said. No promise.
         packed: what was kept of the chunk whose last node it is; None of any other, and until that is packed.
+        keeps_all: of a root: whether its paths keep all, where others have chunks packed.
     """
 
     __slots__ = (
@@ -160,6 +161,7 @@ class Node:
         "digest",
         "evictable",
         "index_slot",
+        "keeps_all",
         "key",
         "last_used",
         "num_hits",
@@ -194,6 +196,7 @@ class Node:
         self.digest = b""
         self.reuse_hint: bool | None = None
         self.packed: PackedChunk | None = None
+        self.keeps_all = False
         self.index_slot = 0
 
     def put(self, group: int, block: Block | None) -> None:

@@ -47,7 +47,8 @@ class Holding:
 
     def take(self, cache: SequenceCache, nodes: list[Node]) -> None:
         """Let the tables of ``cache`` begin with the blocks of ``nodes``, as far as they are kept."""
-        for group, (table, rule) in enumerate(zip(cache.tables, self._rules, strict=True)):
+        rules = self._rules.of(keeps_all=cache.keeps_all)
+        for group, (table, rule) in enumerate(zip(cache.tables, rules, strict=True)):
             first = rule.first_block(len(nodes), self._rules.block_size)
             kept = [nodes[at] for at in rule.places(len(nodes), self._rules.block_size)] if first else nodes
             blocks = [block for node in kept if (block := node.blocks[group]) is not None]
@@ -56,7 +57,7 @@ class Holding:
             if rule.trims:
                 for block in blocks:
                     self._blocks.windows.note_busy(block)
-        cache.chunks = self._rules.packed_of(nodes)
+        cache.chunks = rules.packed_of(nodes)
         for chunk in cache.chunks:
             self.take_chunk(chunk)
         cache.num_packed_blocks = sum(len(chunk.blocks) for chunk in cache.chunks)
@@ -214,9 +215,9 @@ class Holding:
         num_published = cache.num_published if promise is None else promise.first
         if cache.marks and cache.marks[-1].end <= num_published:
             self._set_landmarks(cache, num_published)
-        pool, size = self._pool, self._rules.block_size
-        for group in self._rules.trimmed:
-            table, rule = cache.tables[group], self._rules[group]
+        pool, size, rules = self._pool, self._rules.block_size, self._rules.of(keeps_all=cache.keeps_all)
+        for group in rules.trimmed:
+            table, rule = cache.tables[group], rules[group]
             first = rule.first_kept(num_tokens, size)
             if rule.packs:  # what is not packed yet is what it will be packed from
                 first = min(first, len(cache.chunks) * rule.chunk_blocks(size))
@@ -236,11 +237,11 @@ class Holding:
         """
         tick, now_s = self._blocks.tick, self._blocks.now_s
         blocks, release = self._pool.blocks, self._pool.release
-        tail = cache.tail
+        tail, rules = cache.tail, self._rules.of(keeps_all=cache.keeps_all)
         others_went_on = tail is not None and bool(tail.children)
-        if tail is not None and others_went_on and self._rules.trimmed and cache.has_path and tail.committed:
+        if tail is not None and others_went_on and rules.trimmed and cache.has_path and tail.committed:
             self._blocks.windows.mark(tail, "message")  # it is no end of a path
-        for table, rule in zip(cache.tables, self._rules, strict=True):
+        for table, rule in zip(cache.tables, rules, strict=True):
             trims = rule.trims
             for block_id in reversed(list(table.all_ids())):
                 block = blocks[block_id]

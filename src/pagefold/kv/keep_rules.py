@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pagefold.kv.keep import KEEP_ALL
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
@@ -27,9 +29,10 @@ class KeepRules:
         trimmed: the groups that leave tokens behind while a sequence runs.
         keeps_paths: whether any group keeps all, so that who has a path has all of it.
         packing: the rule whose older chunks are packed; None where there is none.
+        exact: the rules of sequences that keep all where others have chunks packed.
     """
 
-    __slots__ = ("_num_sink_blocks", "_rules", "block_size", "keeps_paths", "packing", "trimmed")
+    __slots__ = ("_num_sink_blocks", "_rules", "block_size", "exact", "keeps_paths", "packing", "trimmed")
 
     def __init__(self, rules: Iterable[KeepRule], block_size: int) -> None:
         self._rules = tuple(rules)
@@ -40,6 +43,13 @@ class KeepRules:
         packing = [rule for rule in self._rules if rule.packs]
         assert len(packing) <= 1, "the layers that pack are one group"
         self.packing = packing[0] if packing else None
+        self.exact = self
+        if packing:
+            self.exact = KeepRules((KEEP_ALL if rule.packs else rule for rule in self._rules), block_size)
+
+    def of(self, *, keeps_all: bool) -> KeepRules:
+        """Return the rules of a sequence, or of a path: of one that keeps all, though others have chunks packed."""
+        return self.exact if keeps_all else self
 
     def __len__(self) -> int:
         """Return how many groups there are."""

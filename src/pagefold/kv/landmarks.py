@@ -171,13 +171,14 @@ class Landmarks:
         Who begins inside the last block copies a part of it, and may see one block more. None where a block is gone
         that is needed at the end itself. Sinks need not be kept: they stay as long as the path does.
         """
-        size, end = self._rules.block_size, node.depth + 1
+        rules = self._rules.of(keeps_all=node.root.keeps_all)
+        size, end = rules.block_size, node.depth + 1
         found: list[Block] = []
-        for group in self._rules.trimmed:
-            rule = self._rules[group]
+        for group in rules.trimmed:
+            rule = rules[group]
             num_needed = end - rule.first_block(end, size)
             num_wanted = max(num_needed, end - rule.first_block(end - 1, size))
-            of_group = self._rules.last_blocks(node, group, num_wanted)
+            of_group = rules.last_blocks(node, group, num_wanted)
             if len(of_group) < num_needed:
                 return None
             found += of_group if len(of_group) == num_wanted else of_group[:num_needed]

@@ -91,6 +91,8 @@ class Packing(Lodger):
 
     def num_due(self, cache: SequenceCache, end: int) -> int:
         """Return how many chunks of ``cache`` a step packs that computes its tokens up to position ``end``."""
+        if cache.keeps_all:
+            return 0
         return max(0, self._rule.num_packed(end) - len(cache.chunks))
 
     def needs_grant(self, cache: SequenceCache, end: int) -> bool:
@@ -179,6 +181,8 @@ class Packing(Lodger):
 
         Whether that is due is known only when it is known which drafts count.
         """
+        if cache.keeps_all:
+            return num_tokens
         return min(num_tokens, max(1, self._rule.reach(len(cache.chunks)) - start))
 
     def give_back(self, cache: SequenceCache, num_kept: int = 0) -> None:

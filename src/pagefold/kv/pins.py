@@ -152,21 +152,22 @@ class PinTable:
         """Return what is left of a pin's priority."""
         return pin.priority * exp2((pin.pinned_at_s - now_s) / self._half_life_s)
 
-    def num_new_blocks(self, nodes: Sequence[Node], num_blocks: int) -> int:
+    def num_new_blocks(self, nodes: Sequence[Node], num_blocks: int, *, keeps_all: bool = False) -> int:
         """Return how many blocks a pin would keep that no pin keeps yet.
 
         Args:
             nodes: the first nodes of its path, as far as they are there.
             num_blocks: how many the path will have.
+            keeps_all: whether it keeps all, where others have chunks packed.
         """
-        num_new = 0
-        for group, rule in enumerate(self._rules):
-            places = rule.places(num_blocks, self._rules.block_size)
+        num_new, rules = 0, self._rules.of(keeps_all=keeps_all)
+        for group, rule in enumerate(rules):
+            places = rule.places(num_blocks, rules.block_size)
             blocks = (nodes[at].blocks[group] for at in places if at < len(nodes))
             num_new += len(places) - sum(1 for block in blocks if block is not None and block.num_pin_refs)
-        packing = self._rules.packing
+        packing = rules.packing
         if packing is not None:  # all may be kept of what is not packed yet
-            packed = self._rules.packed_of(list(nodes))
+            packed = rules.packed_of(list(nodes))
             num_chunks = packing.num_packed(num_blocks * self._rules.block_size)
             num_new += max(0, num_chunks - len(packed)) * packing.chunk_blocks(self._rules.block_size)
             num_new += sum(not block.num_pin_refs for chunk in packed for block in chunk.blocks)
@@ -269,9 +270,10 @@ class PinTable:
 
     def _blocks_of(self, tail: Node) -> Iterator[Block]:
         """Yield the blocks that whoever goes on behind ``tail`` needs, the last first."""
-        size, num_blocks = self._rules.block_size, tail.depth + 1
-        places = [set(rule.places(num_blocks, size)) for rule in self._rules]
-        rule = self._rules.packing
+        rules = self._rules.of(keeps_all=tail.root.keeps_all)
+        size, num_blocks = rules.block_size, tail.depth + 1
+        places = [set(rule.places(num_blocks, size)) for rule in rules]
+        rule = rules.packing
         last_packed = 0 if rule is None else rule.num_packed(num_blocks * size) * rule.chunk_blocks(size)
         node = tail
         while node.parent is not None:

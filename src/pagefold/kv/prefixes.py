@@ -45,8 +45,9 @@ class Prefixes:
         self._copies_parts = copies_parts
         self._stride = rules.block_size * TOKEN_BYTES
 
-    def match(self, namespace: bytes, packed: bytes, max_tokens: int) -> PrefixHit:
+    def match(self, namespace: bytes, packed: bytes, max_tokens: int, *, keeps_all: bool = False) -> PrefixHit:
         """Find the longest known prefix; see :meth:`KVCore.match`."""
+        assert not keeps_all, "all do here"
         hit = self._cut(self._tree.match(namespace, packed, max_tokens))
         return self._host.extend(hit, packed, max_tokens, self._stride)
 
@@ -85,18 +86,22 @@ class Prefixes:
 class PrefixesByGroups(Prefixes):
     """The same where there are several groups, or one that keeps the last tokens only."""
 
-    def match(self, namespace: bytes, packed: bytes, max_tokens: int) -> PrefixHit:
+    def match(self, namespace: bytes, packed: bytes, max_tokens: int, *, keeps_all: bool = False) -> PrefixHit:
         """Find the longest known prefix; see :meth:`KVCore.match`."""
+        hit = self._match(namespace, packed, max_tokens, self._rules.of(keeps_all=keeps_all))
+        return hit._replace(keeps_all=True) if keeps_all else hit
+
+    def _match(self, namespace: bytes, packed: bytes, max_tokens: int, rules: KeepRules) -> PrefixHit:
         whole = hit = self._tree.match(namespace, packed, max_tokens)
         if self._host.is_on:
-            hit = extend_by_groups(hit, packed, max_tokens, self._rules, self._host.blocks)
+            hit = extend_by_groups(hit, packed, max_tokens, rules, self._host.blocks)
         if not hit.held:
-            num_whole = self._rules.num_whole(hit.nodes)
+            num_whole = rules.num_whole(hit.nodes)
             if num_whole < len(hit.nodes):
-                num_tokens = num_whole * self._rules.block_size
+                num_tokens = num_whole * rules.block_size
                 hit = self._tree.match_part(namespace, hit.nodes[:num_whole], packed, num_tokens, max_tokens)
             hit = self._cut(hit)
-        if hit.num_blocks >= len(whole.nodes) or (self._rules.packing is not None and not whole.nodes[-1].committed):
+        if hit.num_blocks >= len(whole.nodes) or (rules.packing is not None and not whole.nodes[-1].committed):
             return hit  # what a step writes now is not packed yet, and not lost
         return hit._replace(lost=whole.nodes[-1])
 
@@ -113,7 +118,7 @@ class PrefixesByGroups(Prefixes):
             if self._holding.take_with_held(cache, own, hit):
                 return own
             nodes = attached_part(nodes)  # room was sought, and whom nobody held may have gone for it
-        nodes = nodes[: self._rules.num_whole(nodes)]
+        nodes = nodes[: self._rules.of(keeps_all=hit.keeps_all).num_whole(nodes)]
         self._holding.take(cache, nodes)
         return nodes
 

@@ -56,6 +56,7 @@ class SequenceCache:
         chunks: its packed chunks, from the first on (``packing.py``).
         num_packed_blocks: how many blocks these fill.
         granted: blocks for the chunks that the step packs which is being planned or run.
+        keeps_all: whether it keeps all, where others have chunks packed.
         facts: of the request that holds it, for the eviction policy; whoever releases the cache may set them before.
 
     Always: the path from the root to ``tail`` has ``num_published`` nodes, and where a table holds one of the first so
@@ -71,6 +72,7 @@ class SequenceCache:
         "copied_from",
         "facts",
         "granted",
+        "keeps_all",
         "marks",
         "may_share_tail",
         "num_begun",
@@ -100,6 +102,7 @@ class SequenceCache:
         self.chunks: list[PackedChunk] = []
         self.num_packed_blocks = 0
         self.granted: list[Block] = []
+        self.keeps_all = False
         self.facts = _NO_FACTS
 
     @property

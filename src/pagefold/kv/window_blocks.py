@@ -58,6 +58,8 @@ class WindowBlocks:
         if block.group not in self._groups:
             return False
         assert block.node is not None, "what is published has its node"
+        if block.node.root.keeps_all and self._rules[block.group].packs:
+            return False
         return not self._rules.is_sink(block.node.depth, block.group)
 
     def is_spare(self, block: Block) -> bool:

@@ -62,6 +62,7 @@ class Scorer(NamedTuple):
         low, high = self.quantiles[math.floor(place)], self.quantiles[math.ceil(place)]
         return torch.full_like(self.biases, float(low + (high - low) * (place - math.floor(place))))
 
-    def keeping(self, keep: float) -> Keeping:
-        """Return by what a runner keeps a share of all that are older; see :meth:`thresholds`."""
-        return Keeping(self.weights, self.thresholds(keep) - self.biases, NUM_SINKS)
+    def keeping(self, *keeps: float) -> Keeping:
+        """Return by what a runner keeps shares of all that are older, a mask for each; see :meth:`thresholds`."""
+        thresholds = torch.stack([self.thresholds(keep) - self.biases for keep in keeps])
+        return Keeping(self.weights, thresholds, NUM_SINKS)

@@ -103,7 +103,7 @@ def evaluate(config: EngineConfig, question: Question, *, progress: Progress = s
         kv_offloading_size=0.0,
         kv_disk_path=None,
         kv_remote_url=None,
-        kv_keep=None,
+        kv_keep=(),
     )
     blueprint = plan_engine(replace(base, max_model_len="auto"), progress=progress)
     spec, longest = blueprint.spec, blueprint.limit.length
@@ -216,7 +216,7 @@ def _result(
     """Put one setting's figures together; each pair is the exact cache's and its own."""
     exact, own = rows
     num_positions = own.kl.shape[1]
-    first = 0 if subject.setting.overrides.get("kv_keep") is None else 2 * CHUNK  # before that nothing is removed
+    first = 2 * CHUNK if subject.mask else 0  # before that nothing is removed
     changed = slice(first, num_positions)
     figures = _at(exact, own, changed, question.seed)
     return SettingResult(

@@ -51,7 +51,7 @@ class Subject:
         check_rounds(setting.transport, blueprint.geometry)
         self.setting = setting
         self.dtype = str(blueprint.dtype).removeprefix("torch.")
-        self.mask = "" if blueprint.mask is None else blueprint.mask.name
+        self.mask = "" if blueprint.mask is None else blueprint.mask.names[0]
         self._longest = blueprint.capacity.max_model_len
         self._geometry = blueprint.geometry
         self._kept_shares: list[float] = []  # of older tokens, of each sequence that had any

@@ -63,6 +63,8 @@ class Caller:
         tier_offset: added to ``priority``, but only with such a policy.
         speculation: who drafts for the request; None for who drafts for all.
         predicted: tokens that are expected in the output, for who drafts.
+        kv_keep: which share of older tokens is kept, of those that the engine offers; None for its default.
+        kv_quality: the same by the name of a kind of blocks; empty for the default.
     """
 
     tenant: str = ""
@@ -73,6 +75,8 @@ class Caller:
     tier_offset: int = 0
     speculation: SpeculativeParams | None = None
     predicted: tuple[int, ...] = ()
+    kv_keep: float | None = None
+    kv_quality: str = ""
 
     def __post_init__(self) -> None:
         if self.returns_in_s is not None and not 0.0 <= self.returns_in_s <= MAX_RETURNS_IN_S:

@@ -8,6 +8,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from pagefold.request.times import RequestTimes
+from pagefold.steps import NO_MASK
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -115,6 +116,7 @@ class Request:
         warm_up: if it only warms the cache: its latencies are nobody's.
         returns_in_s: in so many seconds from its end a request that goes on from it is expected; None for unknown.
         error: why it ends with ``error``, where that is not its grammar's.
+        mask: by which of the model's masks it keeps older tokens, where those are packed; ``NO_MASK`` for all of them.
         kept_share: what share of its older chunks its last cache had kept, where those are packed; else None.
         prompt_use: of its prompt, shared by all samples of it.
     """
@@ -133,6 +135,7 @@ class Request:
         "kept_share",
         "logprob_sums",
         "logprobs",
+        "mask",
         "matcher",
         "max_computed_tokens",
         "may_draft",
@@ -185,6 +188,7 @@ class Request:
         message_ends: Sequence[int] = (),
         speculation: SpeculativeParams | None = None,
         predicted: Sequence[int] = (),
+        mask: int = 0,
     ) -> None:
         self.request_id = request_id
         self.parent_id = request_id if parent_id is None else parent_id
@@ -197,6 +201,7 @@ class Request:
         self.sampling = sampling
         self.is_plain = sampling.is_plain
         self.speculation = speculation
+        self.mask = mask
         self.predicted = predicted
         self.drafts: Sequence[int] = ()
         self.num_draft_tokens = self.num_accepted_tokens = 0
@@ -263,6 +268,11 @@ class Request:
     def has_no_output(self) -> bool:
         """Whether only its prompt is computed: what its row samples is nobody's."""
         return self.stop.max_total_tokens <= self.num_prompt_tokens
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether it keeps all of its tokens, where others have chunks packed."""
+        return self.mask == NO_MASK
 
     @property
     def max_hit_tokens(self) -> int:

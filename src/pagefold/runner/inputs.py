@@ -124,7 +124,7 @@ def _packed_inputs(plan: StepPlan, geometry: KVGeometry) -> PackedInputs | None:
         for own in ids.reshape(-1, num_blocks):
             counts = np.zeros((geometry.num_layers, geometry.num_kv_heads), np.int32)
             chunks[row].append(KeptUnits(shape, own, counts))
-    return PackedInputs(rule.window, 0, tuple(map(tuple, chunks)), num_old)
+    return PackedInputs(rule.window, 0, tuple(map(tuple, chunks)), num_old, np.array(plan.mask_of, np.int32))
 
 
 def _units_of(chunk: PackedChunk) -> KeptUnits:

@@ -11,11 +11,12 @@ __all__ = ["Keeping"]
 
 
 class Keeping(NamedTuple):
-    """A linear map from what enters a layer's attention to one score for each KV head, and the least that is kept.
+    """A linear map from what enters a layer's attention to one score for each KV head, and the least that masks keep.
 
     Attributes:
         weights: float32 ``[L, Hkv, E]``, E of the hidden size.
-        thresholds: float32 ``[L, Hkv]``: an entry is kept whose score is not below. Infinite for all, or for none.
+        thresholds: float32 ``[M, L, Hkv]``: of each of M masks; an entry is kept whose score is not below. Infinite for
+            all, or for none.
         num_sinks: so many first entries are kept whatever their scores (StreamingLLM; Xiao et al., 2023).
     """
 

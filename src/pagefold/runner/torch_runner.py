@@ -268,7 +268,7 @@ def _dummy_plan(num_tokens: list[int], num_blocks: int, geometry: KVGeometry) ->
     plan.residual_ids = [0] * num_rows
     rule = next((group.keeps for group in geometry.groups if group.keeps.packs), None)
     if rule is not None:
-        plan.chunks = [[] for _ in num_tokens]
+        plan.chunks, plan.mask_of = [[] for _ in num_tokens], [0] * num_rows
         due = [rule.num_packed(num) * rule.chunk_blocks(geometry.block_size) for num in num_tokens]
         plan.packing_rows = [row for row, num in enumerate(due) if num]
         plan.granted = [[Block(BlockId(at % num_blocks)) for at in range(num)] for num in due if num]

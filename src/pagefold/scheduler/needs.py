@@ -25,7 +25,9 @@ class Needs:
 
     def whole(self, request: Request) -> int:
         """Return the blocks that ``request`` is expected to hold at most at once, with the next token."""
-        return self._core.num_blocks_for(request.num_tokens + 1, self._max_num_batched_tokens, is_expected=True)
+        return self._core.num_blocks_for(
+            request.num_tokens + 1, self._max_num_batched_tokens, is_expected=True, keeps_all=request.keeps_all
+        )
 
     def to_begin(self, request: Request, num_begun: int) -> int:
         """Return the most blocks that ``request`` holds behind its first step; 0 where nothing is packed.
@@ -36,7 +38,7 @@ class Needs:
             request: that waits.
             num_begun: how many of its tokens it begins with.
         """
-        if not self._core.packing.is_on:
+        if not self._core.packing.is_on or request.keeps_all:
             return 0
         num_tokens = min(request.num_tokens + 1, num_begun + self._max_num_batched_tokens)
         return self._core.num_blocks_for(num_tokens, self._max_num_batched_tokens)
@@ -45,4 +47,6 @@ class Needs:
         """Return the blocks that ``request``, which runs, is expected to take yet, of what it has tokens for."""
         assert request.cache is not None
         num_new = min(request.num_tokens - request.num_computed_tokens, self._max_num_batched_tokens)
-        return self._core.num_blocks_for(request.num_tokens, num_new, request.cache, is_expected=True)
+        return self._core.num_blocks_for(
+            request.num_tokens, num_new, request.cache, is_expected=True, keeps_all=request.keeps_all
+        )

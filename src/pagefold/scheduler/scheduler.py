@@ -385,6 +385,7 @@ class Scheduler:
         for row, request in enumerate(step.requests):
             assert request.cache is not None
             plan.chunks.append(request.cache.chunks)
+            plan.mask_of.append(request.mask)
             if request.cache.granted:
                 plan.packing_rows.append(row)
                 plan.granted.append(request.cache.granted)

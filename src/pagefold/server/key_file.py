@@ -33,7 +33,7 @@ __all__ = ["read_key_file"]
 _ENTRY = re.compile(r"\s*\[\[\s*[\"']?keys[\"']?\s*\]\]")
 _AT_LINE = re.compile(r"at line (\d+)")
 _TABLES = ("classes", "keys")
-_FIELDS = ("key", "tenant", "class")
+_FIELDS = ("key", "tenant", "class", "kv_keep")
 
 
 def read_key_file(path: str, warn: Callable[[str], None]) -> tuple[Account, ...]:
@@ -72,6 +72,7 @@ def _accounts(path: str, text: str) -> tuple[Account, ...]:
     classes = _classes(path, tables.get("classes", {}), lines)
     starts = [number for number, line in enumerate(lines, 1) if _ENTRY.match(line)]
     line_of: dict[str, int] = {}
+    kept: dict[str, float | None] = {}
     accounts: list[Account] = []
     for index, entry in enumerate(tables["keys"]):
         line = starts[index] if len(starts) == len(tables["keys"]) else index + 1
@@ -79,6 +80,8 @@ def _accounts(path: str, text: str) -> tuple[Account, ...]:
         if account.key in line_of:
             raise _bad(path, line, f"repeats the key of line {line_of[account.key]}")
         line_of[account.key] = line
+        if kept.setdefault(account.tenant, account.kv_keep) != account.kv_keep:
+            raise _bad(path, line, "gives a tenant another kv_keep than an entry before")
         accounts.append(account)
     if not accounts:
         raise _bad(path, 1, "holds no keys")
@@ -105,7 +108,16 @@ def _account(path: str, line: int, entry: object, classes: dict[str, int]) -> Ac
         raise _bad(path, line, "begins an entry whose tenant is missing, or is not a printable text")
     if not isinstance(customer_class, str) or (customer_class and customer_class not in classes):
         raise _bad(path, line, "begins an entry whose class is not in [classes]")
-    return Account(key=key, tenant=tenant, customer_class=customer_class, priority=classes.get(customer_class, 0))
+    keep = entry.get("kv_keep")
+    if keep is not None and (type(keep) not in (int, float) or not 0 < keep <= 1):
+        raise _bad(path, line, "begins an entry whose kv_keep is not a share above 0, or 1 for all")
+    return Account(
+        key=key,
+        tenant=tenant,
+        customer_class=customer_class,
+        priority=classes.get(customer_class, 0),
+        kv_keep=None if keep is None else float(keep),
+    )
 
 
 def _bad(path: str, line: int, what: str) -> ConfigError:

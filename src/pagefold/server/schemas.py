@@ -67,6 +67,9 @@ MAX_PARTS = 2048
 MAX_SALT_CHARACTERS = 256
 """Length of a ``cache_salt``, at most: it is kept as long as any block that was computed with it."""
 
+MAX_KIND_CHARACTERS = 64
+"""Length of the name of a kind of blocks, at most."""
+
 _MAX_INT64 = 2**63 - 1
 MAX_TOKEN_ID = 2**31 - 1
 _MAX_ID_DIGITS = 18
@@ -180,20 +183,27 @@ class CachedRequest(RequestBody):
             customer class, else 0, if it is not there.
         returns_in_s: so many seconds after its end the client expects to go on from it. Its blocks are worth keeping,
             and what only slow tiers have of them by then is brought before.
+        kv_keep: which share of its older tokens is kept, of those that the server was started with; 1 for all.
+        kv_quality: the same by name: ``exact``, or another kind of blocks that the server offers.
     """
 
     cache_salt: Annotated[Text | None, Field(min_length=1, max_length=MAX_SALT_CHARACTERS)] = None
     priority: Annotated[StrictInt | None, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = None
     returns_in_s: Annotated[StrictFloat | None, stated(minimum=0, maximum=MAX_RETURNS_IN_S)] = None
+    kv_keep: Annotated[StrictFloat | None, stated(exclusiveMinimum=0, maximum=1)] = None
+    kv_quality: Annotated[Text | None, Field(min_length=1, max_length=MAX_KIND_CHARACTERS)] = None
 
     def caller(self, account: Account) -> Caller:
         """Return who asks, and on what terms: the tenant is the account's, whatever the body says."""
         priority = account.priority if self.priority is None else self.priority
+        asks = self.kv_keep is not None or self.kv_quality is not None
         return Caller(
             tenant=account.tenant,
             cache_salt=self.cache_salt or "",
             priority=priority,
             returns_in_s=self.returns_in_s,
+            kv_keep=self.kv_keep if asks else account.kv_keep,
+            kv_quality=self.kv_quality or "",
         )
 
 

@@ -19,7 +19,16 @@ from pagefold.errors import InvalidRequestError
 from pagefold.request import DEFAULT_RETENTION_PRIORITY, WarmUp
 from pagefold.server.chat_schemas import ChatMessage  # noqa: TC001 - pydantic reads it
 from pagefold.server.completion_schemas import OneIds, checked_ids, checked_text
-from pagefold.server.schemas import MAX_PARTS, MAX_SALT_CHARACTERS, OneText, RequestBody, Text, few_parts, stated
+from pagefold.server.schemas import (
+    MAX_KIND_CHARACTERS,
+    MAX_PARTS,
+    MAX_SALT_CHARACTERS,
+    OneText,
+    RequestBody,
+    Text,
+    few_parts,
+    stated,
+)
 
 __all__ = ["WarmRequest"]
 
@@ -41,6 +50,7 @@ class WarmRequest(RequestBody):
         messages: the beginning of a chat; instead of ``prompt``.
         tenant: the tenant whose requests find it; without it those whom no key file names.
         cache_salt: for requests that bring this one.
+        kv_keep, kv_quality: for requests that ask for this kind of blocks.
         pin: whether it is kept from being evicted.
         ttl_s: seconds until the pin ends by itself; never if it is not there.
         retention_priority: of the pin, 0 to 100. It halves every ``--pin-half-life``; when memory is short the least
@@ -57,6 +67,8 @@ class WarmRequest(RequestBody):
     ] = None
     tenant: Text | None = None
     cache_salt: Annotated[Text | None, Field(min_length=1, max_length=MAX_SALT_CHARACTERS)] = None
+    kv_keep: Annotated[StrictFloat | None, stated(exclusiveMinimum=0, maximum=1)] = None
+    kv_quality: Annotated[Text | None, Field(min_length=1, max_length=MAX_KIND_CHARACTERS)] = None
     pin: StrictBool = False
     ttl_s: Annotated[StrictFloat | None, stated(exclusiveMinimum=0)] = None
     retention_priority: Annotated[StrictFloat, stated(minimum=0, maximum=100)] = DEFAULT_RETENTION_PRIORITY

@@ -12,7 +12,7 @@ from pagefold.sampling import SamplingParams
 from pagefold.server.generation import Generation
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Mapping
 
     from pagefold.config import ServerConfig
     from pagefold.engine.pins import PinReport, PinStatus
@@ -30,11 +30,11 @@ class Warmer:
 
     Attributes:
         served: what they are warmed on.
-        tenants: those whom a key file names.
+        tenants: those whom a key file names, each with the share of older tokens that it has kept by default.
     """
 
     served: Served
-    tenants: Collection[str]
+    tenants: Mapping[str, float | None]
 
     async def warm(self, asked: WarmRequest) -> dict[str, Any]:
         """Cache the prompt, or the part of it that stays the same whatever follows; return what came of it.
@@ -46,7 +46,14 @@ class Warmer:
         """
         self._check_tenant(asked.tenant)
         prompt = await self.served.encode_prefix(asked)
-        caller = Caller(tenant=asked.tenant or "", cache_salt=asked.cache_salt or "", warm_up=asked.warm_up())
+        asks = asked.kv_keep is not None or asked.kv_quality is not None
+        caller = Caller(
+            tenant=asked.tenant or "",
+            cache_salt=asked.cache_salt or "",
+            warm_up=asked.warm_up(),
+            kv_keep=asked.kv_keep if asks else self.tenants.get(asked.tenant or ""),
+            kv_quality=asked.kv_quality or "",
+        )
         generation = Generation(
             self.served.client,
             request_id=f"warm-{uuid.uuid4().hex}",
@@ -77,9 +84,9 @@ class Warmer:
             raise InvalidRequestError(msg, param="tenant", remedy=remedy)
 
 
-def tenants_of(config: ServerConfig) -> frozenset[str]:
-    """Return the tenants whom the key file names."""
-    return frozenset(account.tenant for account in config.accounts)
+def tenants_of(config: ServerConfig) -> dict[str, float | None]:
+    """Return the tenants whom the key file names, each with the share of older tokens that it has kept by default."""
+    return {account.tenant: account.kv_keep for account in config.accounts}
 
 
 def described(pin: PinStatus) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pagefold.kv.packing import Packed
-from pagefold.steps import DamagedBlocksError, StepResult
+from pagefold.steps import NO_MASK, DamagedBlocksError, StepResult
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -200,7 +200,9 @@ class ShadowRunner:
             end -= num_tokens % self._size
         else:
             cells = self.read(block_ids, num_tokens)
-        for group, (rule, table) in enumerate(zip(self._rules, tables, strict=True)):
+        keeps_all = bool(plan.mask_of) and plan.mask_of[row] == NO_MASK
+        rules = self._rules.of(keeps_all=keeps_all)
+        for group, (rule, table) in enumerate(zip(rules, tables, strict=True)):
             if group == self.whole_group:
                 continue
             first = rule.first_seen(plan.starts[row])

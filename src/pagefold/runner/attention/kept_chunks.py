@@ -43,17 +43,20 @@ def mark(slab, work, layer, t, scores, thresholds, num_sinks):
 
     Args:
         scores: of the KV heads; there may be other numbers behind them.
-        thresholds: of the KV heads.
+        thresholds: of each mask, layer and KV head.
         num_sinks: so many first entries of a sequence are kept whatever their scores.
     """
     s = work.seq_of[t]
+    mask = work.mask_of[s]
+    if mask < 0:  # nothing of it is packed
+        return
     entry = end_seen(work, 0, t) - 1
     block = work.tables[s, 0, entry // slab.block_size - work.first_blocks[s]]
-    for h in range(len(thresholds)):
+    for h in range(thresholds.shape[2]):
         at = _mark_place(slab, work, layer, entry % slab.block_size, h)
         if h % 8 == 0:
             slab.codes[block, at] = 0
-        if entry < num_sinks or scores[h] >= thresholds[h]:
+        if entry < num_sinks or scores[h] >= thresholds[mask, layer, h]:
             slab.codes[block, at] |= 1 << h % 8
 
 
@@ -132,7 +135,7 @@ def pack(sync, phase, work, slab, layer):
 
 
 @part_with(PackedBlocks)
-def attend_kept(tiles, work, slab, layer, s, k, h, query, room, acc, softcap):
+def attend_kept(tiles, work, slab, layer, s, k, h, query, room, acc, scoring):
     """Attend to what KV head ``h`` has kept of chunk ``k`` of sequence ``s``: all rows of ``query`` see all of it.
 
     Leaves what :func:`~pagefold.runner.attention.split.attend_split` does; of nothing a score that nothing is below.
@@ -157,5 +160,6 @@ def attend_kept(tiles, work, slab, layer, s, k, h, query, room, acc, softcap):
         if is_encoded:
             fetch(room.blocks[b] + parts[KEY_SCALES] - parts[KEYS])
     begin = k * work.split_size // slab.block_size  # what is taken off K goes by chunk
-    attend_found(tiles, slab, cell, kept.blocks[chunk], begin, count, query, room, acc, softcap, 0)
-    raise_tops(slab, cell, num_rows, room, softcap)
+    attend_found(tiles, slab, cell, kept.blocks[chunk], begin, count, query, room, acc, scoring.softcap, 0)
+    if len(scoring.sinks) > 0:  # as of what is seen whole
+        raise_tops(slab, cell, num_rows, room, scoring.softcap)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from pagefold.runner.attention.inputs import AttentionInputs
     from pagefold.runner.attention.packed import KeptUnits, PackedInputs
 
-__all__ = ["KeptWork", "kept_work", "tell_counts"]
+__all__ = ["KeptWork", "kept_work", "masks_of", "tell_counts"]
 
 
 class KeptWork(NamedTuple):
@@ -79,6 +79,12 @@ def kept_work(inputs: AttentionInputs) -> KeptWork:
         num_units=_zeros(len(packs)),
         block_units=chunks[0].shape.num_cells,
     )
+
+
+def masks_of(inputs: AttentionInputs) -> NDArray[np.int32]:
+    """Return by which mask each sequence keeps older entries; the first one for all where nothing is packed."""
+    packed = inputs.packed
+    return _zeros(inputs.num_seqs) if packed is None or packed.mask_of is None else packed.mask_of
 
 
 def tell_counts(packs: NDArray[np.int32], counts: NDArray[np.int32], packed: PackedInputs | None) -> None:

@@ -98,7 +98,7 @@ def _look_ahead(work, slab, layer, index, ahead):
     if split <= APART:
         return 0
     block_size, limit = slab.block_size, end_seen(work, h, t)
-    begin = max(split * work.split_size, first_seen(work.keeps, limit - 1))
+    begin = max(split * work.split_size, first_seen(work.keeps, work.mask_of[s], limit - 1))
     end = min(limit, (begin // work.split_size + 1) * work.split_size)
     first = begin // block_size
     table = work.tables[s, h if work.tables.shape[1] > 1 else 0]
@@ -208,7 +208,7 @@ def attend(tiles, sync, phase, num_members, work, query, turned, slab, layer, sc
             nth = APART - split
             if work.keeps.packs:
                 bring_queries(tiles, work, query, slab, cell, item, scoring.scale, scratch)
-                attend_kept(tiles, work, slab, layer, s, nth, h, q, scratch, acc, softcap)
+                attend_kept(tiles, work, slab, layer, s, nth, h, q, scratch, acc, scoring)
             else:
                 _attend_sinks(tiles, work, turned, slab, cell, s, nth, item, scoring, scratch, acc)
             for row in range(num_rows):
@@ -237,7 +237,7 @@ def attend(tiles, sync, phase, num_members, work, query, turned, slab, layer, sc
                 into[:], tops[:], totals[:] = np.float32(0.0), NOTHING, np.float32(0.0)
             if is_sealed:
                 attend_own_blocks(tiles, work, slab, cell, item, k, scratch, q, into, softcap)
-            if len(scoring.sinks) > 0 or work.keeps.num_sinks > 0 or work.keeps.packs:
+            if len(scoring.sinks) > 0 or work.keeps.num_sinks > 0:
                 raise_tops(slab, cell, num_rows, scratch, softcap)
             for row in range(num_rows):
                 if k == first_split:
@@ -250,14 +250,14 @@ def attend(tiles, sync, phase, num_members, work, query, turned, slab, layer, sc
                         state_tops[row], state_totals[row], state[row], tops[row], totals[row], acc[row]
                     )
         if split == ALL_SPLITS and work.keeps.packs:  # as many for all tokens of the item
-            for k in range(num_apart(work.keeps, longest - 1, split_size)):
-                attend_kept(tiles, work, slab, layer, s, k, h, q, scratch, acc, softcap)
+            for k in range(num_apart(work.keeps, work.mask_of[s], longest - 1, split_size)):
+                attend_kept(tiles, work, slab, layer, s, k, h, q, scratch, acc, scoring)
                 for row in range(num_rows):
                     state_tops[row], state_totals[row] = fold(
                         state_tops[row], state_totals[row], state[row], tops[row], totals[row], acc[row]
                     )
         if split == ALL_SPLITS and work.keeps.num_sinks > 0:
-            for k in range(num_apart(work.keeps, longest - 1, split_size)):
+            for k in range(num_apart(work.keeps, work.mask_of[s], longest - 1, split_size)):
                 _attend_sinks(tiles, work, turned, slab, cell, s, k, item, scoring, scratch, acc)
                 for row in range(num_rows):
                     if scratch.limits[row] > 0:
@@ -305,15 +305,15 @@ def merge(sync, phase, work, slab, layer, sinks, scratch, partials, out):
             if slot < 0:
                 continue
             for head in range(num_heads):
-                limit = end_seen(work, head // group, t)
+                limit, mask = end_seen(work, head // group, t), work.mask_of[work.seq_of[t]]
                 state = partials[slot, head]
                 top, total = state[head_dim], state[head_dim + 1]
-                first_split = first_seen(work.keeps, limit - 1) // work.split_size
+                first_split = first_seen(work.keeps, mask, limit - 1) // work.split_size
                 for k in range(1, (limit + work.split_size - 1) // work.split_size - first_split):
                     part = partials[slot + k, head]
                     top, total = fold(top, total, state[:head_dim], part[head_dim], part[head_dim + 1], part[:head_dim])
                 if work.keeps.num_sinks > 0 or work.keeps.packs:
-                    for k in range(num_apart(work.keeps, limit - 1, work.split_size)):
+                    for k in range(num_apart(work.keeps, mask, limit - 1, work.split_size)):
                         part = partials[slot - 1 - k, head]
                         other_top, other_total = part[head_dim], part[head_dim + 1]
                         top, total = fold(top, total, state[:head_dim], other_top, other_total, part[:head_dim])

@@ -131,12 +131,16 @@ class PackedInputs:
             entries after the step. Sequences may share some.
         num_old: how many of each sequence's chunks are packed before the step; it packs the others, and says of which
             layer and head it has kept how many. None where all are.
+        mask_of: int32 ``[S]``: by which of the model's masks each sequence keeps older entries;
+            :data:`~pagefold.steps.NO_MASK` for one that sees all, and has no chunks. None where there is one mask, for
+            all.
     """
 
     chunk_size: int
     num_sinks: int
     chunks: tuple[tuple[KeptUnits, ...], ...]
     num_old: tuple[int, ...] | None = None
+    mask_of: NDArray[np.int32] | None = None
 
     def __post_init__(self) -> None:
         assert self.num_sinks <= self.chunk_size, "sinks beyond the first chunk"

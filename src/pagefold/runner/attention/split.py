@@ -135,7 +135,7 @@ def bring_queries(tiles, work, query, slab, cell, item, scale, scratch):
     for i in range(item.first, item.end):
         t = work.tokens[i]
         limit = end_seen(work, item.kv_head, t)
-        seen_from = first_seen(work.keeps, limit - 1)
+        seen_from = first_seen(work.keeps, work.mask_of[work.seq_of[t]], limit - 1)
         begin, end = min(begin, seen_from), max(end, limit)
         for g in range(item.group):
             row = (i - item.first) * item.group + g

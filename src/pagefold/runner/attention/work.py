@@ -22,7 +22,7 @@ import numpy as np
 
 from pagefold.kernels.compiled import part, specialised
 from pagefold.kernels.kept import kernel
-from pagefold.runner.attention.kept_work import KeptWork, kept_work
+from pagefold.runner.attention.kept_work import KeptWork, kept_work, masks_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -104,6 +104,8 @@ class GroupWork(NamedTuple):
         residual_ids: int32 ``[S]``: where each sequence has its unsealed block; empty where blocks are not sealed.
         first_opened: int32 ``[S]``: where the step has the blocks that each sequence has begun and filled in it.
         seals: int32 ``[N, 3]``: blocks that are full after the step's writes: sequence, KV head, which of its blocks.
+        mask_of: int32 ``[S]``: by which mask each sequence keeps older entries, where the group packs;
+            :data:`~pagefold.steps.NO_MASK` for one that sees all.
         kept: what is packed, where the group packs.
     """
 
@@ -122,6 +124,7 @@ class GroupWork(NamedTuple):
     residual_ids: NDArray[np.int32]
     first_opened: NDArray[np.int32]
     seals: NDArray[np.int32]
+    mask_of: NDArray[np.int32]
     kept: KeptWork
 
 
@@ -131,7 +134,7 @@ class AttentionWork(NamedTuple):
     It is one flat record of arrays because a team's members can be handed no other.
 
     Attributes:
-        query_starts, seq_of, cells, split_size, residual_ids, first_opened, seals: of all groups.
+        query_starts, seq_of, cells, split_size, residual_ids, first_opened, seals, mask_of: of all groups.
         group_of_layer: int32 ``[L]``.
         tables, first_blocks, lengths, sink_tables, first_slots: of each group, one behind the other: ``[G, ...]``.
         keeps: int32 ``[G, 5]``: of each group the fields of :class:`Keeps`.
@@ -163,6 +166,7 @@ class AttentionWork(NamedTuple):
     first_opened: NDArray[np.int32]
     num_opened: int
     seals: NDArray[np.int32]
+    mask_of: NDArray[np.int32]
     chunk_ids: NDArray[np.int32]
     kept_counts: NDArray[np.int32]
     kept_units: NDArray[np.int32]
@@ -211,9 +215,9 @@ class WorkDealer:
         keeps = [Keeps.of(group.keeps) for group in groups]
         assert all(one.window == self.split_size for one in keeps if one.packs), "a chunk that is packed is a split"
         assert len(cells) == 1 or not any(one.packs for one in keeps), "chunks are shared, and cells are not"
-        kept = kept_work(inputs)
+        kept, mask_of = kept_work(inputs), masks_of(inputs)
         dealt = [
-            self._deal_group(inputs, of_group, kept, is_shared=len(cells) == 1)
+            self._deal_group(inputs, (*of_group, mask_of), kept, is_shared=len(cells) == 1)
             for of_group in zip(tables, first_blocks, lengths, keeps, strict=True)
         ]
         num_tokens = accumulate((len(one.tokens) for one in dealt), initial=0)
@@ -236,6 +240,7 @@ class WorkDealer:
             first_slots=_stacked([one.first_slots for one in dealt]),
             num_slots=max(one.num_slots for one in dealt),
             split_size=self.split_size,
+            mask_of=mask_of,
             chunk_ids=kept.chunk_ids,
             kept_counts=kept.counts,
             kept_units=kept.units,
@@ -264,7 +269,7 @@ class WorkDealer:
             self._kernel = specialised(_deal, arguments)
         items, costs, tokens, first_slots, num_slots = self._kernel(*arguments)
         items = items[np.argsort(-costs, kind="stable")]
-        tables, _, lengths, _ = of_group
+        tables, _, lengths, _, _ = of_group
         num_kv_heads = inputs.cells.shape[2]
         if lengths.shape[1] == tables.shape[1] == 1 and num_kv_heads > 1:  # what is dealt for one head serves all
             items = np.repeat(items, num_kv_heads, axis=0)
@@ -363,6 +368,7 @@ def work_of(work, layer):
         residual_ids=work.residual_ids,
         first_opened=work.first_opened,
         seals=work.seals,
+        mask_of=work.mask_of,
         kept=KeptWork(
             work.chunk_ids,
             work.kept_counts,
@@ -376,9 +382,15 @@ def work_of(work, layer):
 
 
 @part(forceinline=True)
-def first_seen(keeps, entry):
-    """Return the first entry that ``entry`` sees; see :class:`~pagefold.kv.keep.KeepRule`."""
-    if keeps.window == 0:
+def first_seen(keeps, mask, entry):
+    """Return the first entry that ``entry`` sees; see :class:`~pagefold.kv.keep.KeepRule`.
+
+    Args:
+        keeps: of the group.
+        mask: of the sequence: with none it sees all where others have chunks packed.
+        entry: that looks.
+    """
+    if keeps.window == 0 or (keeps.packs and mask < 0):
         return 0
     if keeps.is_chunked:
         return max(0, entry - entry % keeps.window - keeps.num_before * keeps.window)
@@ -394,11 +406,11 @@ def end_seen(work, head, t):
 
 
 @part(forceinline=True)
-def num_apart(keeps, entry, split_size):
+def num_apart(keeps, mask, entry, split_size):
     """Return how many splits ``entry`` sees of what lies apart: of sink tokens, or what was kept of chunks."""
     if keeps.packs:
-        return first_seen(keeps, entry) // split_size
-    return (min(keeps.num_sinks, first_seen(keeps, entry)) + split_size - 1) // split_size
+        return first_seen(keeps, mask, entry) // split_size
+    return (min(keeps.num_sinks, first_seen(keeps, mask, entry)) + split_size - 1) // split_size
 
 
 @part()
@@ -408,7 +420,7 @@ def _put(item, head, split, seq, first, end):
 
 @part()
 def _deal_kept(
-    query_starts, lengths, keeps, chunk_ids, num_chunks, members, split_size, tokens_per_item,
+    query_starts, lengths, keeps, mask_of, chunk_ids, num_chunks, members, split_size, tokens_per_item,
     num_heads, items, costs, tokens, num_items, end,
 ):  # fmt: skip
     """Deal what was kept of chunks to sequences that are dealt split by split, each chunk once for all that have it.
@@ -421,7 +433,7 @@ def _deal_kept(
         head = h if lengths.shape[1] > 1 else 0
         for k in range(chunk_ids.shape[1]):
             for s in members:
-                if num_apart(keeps, lengths[s, head] - 1, split_size) > k:
+                if num_apart(keeps, mask_of[s], lengths[s, head] - 1, split_size) > k:
                     chunk = chunk_ids[s, k]
                     if first_of[chunk] < 0:
                         first_of[chunk] = s
@@ -430,15 +442,17 @@ def _deal_kept(
                     last_of[chunk] = s
                     next_of[s] = -1
             for s in members:
-                chunk = chunk_ids[s, k] if num_apart(keeps, lengths[s, head] - 1, split_size) > k else -1
-                if chunk < 0 or first_of[chunk] != s:
+                if num_apart(keeps, mask_of[s], lengths[s, head] - 1, split_size) <= k:
+                    continue
+                chunk = chunk_ids[s, k]
+                if first_of[chunk] != s:
                     continue
                 first_of[chunk] = -1
                 first, other = end, s
                 while other >= 0:
                     last = query_starts[other + 1]
                     for t in range(query_starts[other], last):
-                        if num_apart(keeps, lengths[other, head] - (last - t), split_size) > k:
+                        if num_apart(keeps, mask_of[other], lengths[other, head] - (last - t), split_size) > k:
                             tokens[end] = t
                             end += 1
                     other = next_of[other]
@@ -458,6 +472,7 @@ def _deal(
     first_blocks,
     lengths,
     keeps,
+    mask_of,
     chunk_ids,
     counts,
     owner,
@@ -478,7 +493,7 @@ def _deal(
         num_new = query_starts[s + 1] - query_starts[s]
         num_splits = 0
         for h in range(lengths.shape[1]):
-            first_split = first_seen(keeps, lengths[s, h] - num_new) // split_size
+            first_split = first_seen(keeps, mask_of[s], lengths[s, h] - num_new) // split_size
             num_splits = max(num_splits, (lengths[s, h] + split_size - 1) // split_size - first_split)
         max_items += num_heads * (num_splits + num_new + most_apart)
         max_item_tokens += num_heads * ((num_splits + most_apart) * min(num_new, tokens_per_item) + num_new)
@@ -501,7 +516,8 @@ def _deal(
             members[num_members] = s
             num_members += 1
             max_splits = max(max_splits, (lengths[s].max() + split_size - 1) // split_size)
-            least_split = min(least_split, first_seen(keeps, lengths[s].min() - (last - first)) // split_size)
+            first_split = first_seen(keeps, mask_of[s], lengths[s].min() - (last - first)) // split_size
+            least_split = min(least_split, first_split)
             continue
         for h in range(num_heads):
             length = lengths[s, h * length_step]
@@ -509,12 +525,13 @@ def _deal(
             while t < last:
                 entry = length - (last - t)
                 stop = min(t + tokens_per_item, last)
-                if keeps.packs:  # all tokens of an item see as many chunks whole
+                seen_from = first_seen(keeps, mask_of[s], entry)
+                if keeps.packs and mask_of[s] >= 0:  # all tokens of an item see as many chunks whole
                     stop = min(stop, t + split_size - entry % split_size)
                 _put(items[num_items], h, ALL_SPLITS, s, end, end + stop - t)
-                costs[num_items] = (stop - t) * (length - (last - stop) - first_seen(keeps, entry))
+                costs[num_items] = (stop - t) * (length - (last - stop) - seen_from)
                 if keeps.packs:
-                    costs[num_items] += (stop - t) * first_seen(keeps, entry) // 2
+                    costs[num_items] += (stop - t) * seen_from // 2
                 num_items += 1
                 for token in range(t, stop):
                     tokens[end] = token
@@ -524,7 +541,7 @@ def _deal(
         s = members[m]
         first, last = query_starts[s], query_starts[s + 1]
         for h in range(num_heads):
-            for k in range(num_apart(keeps, lengths[s, h * length_step] - 1, split_size)):
+            for k in range(num_apart(keeps, mask_of[s], lengths[s, h * length_step] - 1, split_size)):
                 _put(items[num_items], h, APART - k, s, end, end + last - first)
                 costs[num_items] = (last - first) * min(split_size, keeps.num_sinks - k * split_size)
                 num_items += 1
@@ -537,8 +554,8 @@ def _deal(
     sizes = np.empty(num_seqs, np.int32)
     if keeps.packs:
         num_items, end = _deal_kept(
-            query_starts, lengths, keeps, chunk_ids, len(counts), members[:num_members], split_size, tokens_per_item,
-            num_heads, items, costs, tokens, num_items, end,
+            query_starts, lengths, keeps, mask_of, chunk_ids, len(counts), members[:num_members], split_size,
+            tokens_per_item, num_heads, items, costs, tokens, num_items, end,
         )  # fmt: skip
     for h in range(num_heads):
         for split in range(least_split, max_splits):
@@ -549,14 +566,14 @@ def _deal(
                 s = members[m]
                 num_new = query_starts[s + 1] - query_starts[s]
                 length = lengths[s, h * length_step]
-                if length <= start or first_seen(keeps, length - num_new) >= start + split_size:
+                if length <= start or first_seen(keeps, mask_of[s], length - num_new) >= start + split_size:
                     continue
                 group = -1
                 # Shared only if all of the sequence's tokens see all of it.
                 is_whole = (
                     len(owner) > 0
                     and length - num_new + 1 >= start + split_size
-                    and first_seen(keeps, length - 1) <= start
+                    and first_seen(keeps, mask_of[s], length - 1) <= start
                 )
                 if is_whole:
                     block = tables[s, h * table_step, index - first_blocks[s]]

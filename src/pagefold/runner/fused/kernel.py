@@ -406,7 +406,7 @@ def _place(tiles, sync, phase, weights, step, work, layer, room, qkv, attention)
                 vectors = row[key : key + head_dim], row[value : value + head_dim]
                 write(attention.slab, work, layer, t, h, vectors[0], vectors[1], attention.scratch)
             if work.keeps.packs:
-                mark(attention.slab, work, layer, t, row[num_columns:], weights.thresholds[layer], weights.num_sinks)
+                mark(attention.slab, work, layer, t, row[num_columns:], weights.thresholds, weights.num_sinks)
         finish(sync, phase)
     wait(sync, phase, num_chunks)
 

@@ -44,7 +44,7 @@ class DecoderWeights(NamedTuple):
     Attributes:
         qkv: panels ``[L, ceil(((H + 2 * Hkv) * D + S) / W), ...]``, of K = E. S is Hkv where entries have scores, which
             are the last columns; else 0.
-        thresholds: float32 ``[L, Hkv]``: the least scores that are kept, or ``[0, 0]`` without scores.
+        thresholds: float32 ``[M, L, Hkv]``: the least scores that each of M masks keeps; none without scores.
         bias: float32 ``[L, (H + 2 * Hkv) * D]``, or ``[0, 0]`` without.
         head_norms: float32 ``[L, 2, D]``: of q and of k; or ``[0, 2, 0]`` without.
         out: panels ``[L, ceil(E / W), ...]``, of K = H * D.
@@ -202,7 +202,7 @@ def pack_model(
     weights = DecoderWeights(
         **_numbers_of(config, checkpoint)._asdict(),
         qkv=qkv,
-        thresholds=_nothing(0, 0) if keeping is None else keeping.thresholds.float().numpy(),
+        thresholds=_nothing(0, 0, 0) if keeping is None else keeping.thresholds.float().numpy(),
         out=out,
         gate_up=gate_up,
         down=down,
