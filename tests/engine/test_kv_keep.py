@@ -87,10 +87,40 @@ def test_what_cannot_be_is_refused_before_weights_are_loaded(calibrated, change,
         plan_engine(replace(calibrated, **change))
 
 
-def test_layers_with_windows_are_refused(calibrated, tmp_path):
-    windowed = save_tiny_model("qwen3-window", tmp_path / "windowed", dtype=torch.float32)
-    with pytest.raises(ConfigError, match="have windows"):
+def test_a_model_whose_layers_all_have_windows_is_refused(calibrated, tmp_path):
+    windowed = save_tiny_model("mistral-window", tmp_path / "windowed", dtype=torch.float32)
+    with pytest.raises(ConfigError, match="have windows, all of them"):
         plan_engine(replace(calibrated, model=str(windowed)))
+
+
+@pytest.fixture
+def beside_windows(calibrated, tmp_path):
+    """The config of an engine whose model has layers that attend to all tokens, and others with windows."""
+    folder = save_tiny_model("gemma3", tmp_path / "gemma3", dtype=torch.float32)
+    keep_random_scorer(folder)
+    return replace(calibrated, model=str(folder))
+
+
+def test_codecs_beside_windows_are_refused(beside_windows):
+    with pytest.raises(ConfigError, match="kv_keep is set with a kv_cache_dtype"):
+        plan_engine(replace(beside_windows, kv_cache_dtype="int8"))
+
+
+def test_layers_with_windows_keep_them(beside_windows):
+    """Warm and cold are the same, and exact requests beside them those of an engine that packs nothing."""
+    random = Random(2)
+    prompts = [{"prompt_token_ids": random.choices(range(5, VOCAB_SIZE), k=length)} for length in (1300, 700)]
+    names = "model", "dtype", "kv_cache_memory_bytes", "max_model_len"
+    settings = {name: getattr(beside_windows, name) for name in names}
+    llm, cold = LLM(**settings, kv_keep=(1, 0.5)), LLM(**settings, kv_keep=(0.5,), enable_prefix_caching=False)
+    kept = [one.outputs[0] for one in cold.generate(prompts, GREEDY)]
+    exact = [one.outputs[0] for one in LLM(**settings).generate(prompts, GREEDY)]
+    for _ in range(2):
+        for share, expected in ((0.5, kept), (1, exact)):
+            found = llm.generate(prompts, GREEDY, kv_keep=share)
+            assert [one.outputs[0].token_ids for one in found] == [one.token_ids for one in expected]
+    assert found[0].num_cached_tokens > 1000
+    assert 0.3 < kept[0].kept_share < 0.75
 
 
 def test_a_model_that_nobody_has_calibrated(folder, tmp_path, monkeypatch):

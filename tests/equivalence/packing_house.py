@@ -9,7 +9,8 @@ import torch
 
 from equivalence.coded_cases import some_constants
 from pagefold.config import cache_dir
-from pagefold.kv import CODECS, KeepRule, KVCore, KVGeometry, audit
+from pagefold.engine.masking import packing_keeps
+from pagefold.kv import CODECS, KVCore, KVGeometry, audit
 from pagefold.masks.calibration import _VERSION, scorer_path
 from pagefold.masks.mask import ScoredMask
 from pagefold.masks.rule import CHUNK
@@ -42,15 +43,17 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=None)
 def random_scorer(folder: Path, seed: int = 0) -> Scorer:
     """Return a scorer of any numbers for the model in a folder."""
     spec, random = inspect_model(folder), torch.Generator().manual_seed(seed)
-    shape = spec.num_layers, spec.num_kv_heads
+    shape = len(spec.full_layers), spec.num_kv_heads
     weights = torch.randn(*shape, spec.fused.hidden_size, generator=random) / math.sqrt(spec.fused.hidden_size)
-    return Scorer(weights, torch.randn(shape, generator=random), torch.zeros(2))
+    biases = torch.randn(shape, generator=random)
+    return Scorer.of_layers(spec.full_layers, spec.num_layers, weights, biases)._replace(quantiles=torch.zeros(2))
 
 
 def keep_random_scorer(folder: Path) -> None:
     """Keep such a scorer where engines look for it: of scores about 0, so that a share keeps about as many."""
     scorer = random_scorer(folder)
-    scorer = scorer._replace(biases=torch.zeros_like(scorer.biases), quantiles=torch.linspace(-3, 3, 4097))
+    biases = torch.where(scorer.biases.isinf(), scorer.biases, 0.0)
+    scorer = scorer._replace(biases=biases, quantiles=torch.linspace(-3, 3, 4097))
     found_on = FoundOn(_VERSION, content_fingerprint(folder, cache_dir()), 1, 1, "", 1.0, (0.5, 0.4, 0.6))
     file = scorer_path(folder)
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -65,7 +68,7 @@ def fit_thresholds(model: WatchedModel, scorer: Scorer, texts: list[list[int]], 
     thresholds = torch.full_like(scorer.biases, math.inf if keep == 0 else -math.inf)
     if keep in {0, 1}:
         return thresholds
-    for layer in range(len(thresholds)):  # what a layer keeps, those behind it see
+    for layer in model.spec.full_layers:  # what a layer keeps, those behind it see
         scores = []
         for text in texts:
             watcher = _Scores(scorer, layer)
@@ -130,11 +133,10 @@ class PackingHouse:
         codec: str = "",
     ) -> None:
         spec, formats = inspect_model(folder), decoder_formats(dtype, None)
-        rule = KeepRule(CHUNK, is_chunked=True, num_before=1, packs=True)
         torch_dtype = getattr(torch, dtype)
         self.geometry = KVGeometry(
             spec.num_layers, spec.num_kv_heads, spec.head_dim, torch_dtype.itemsize, block_size,
-            codec=CODECS[codec] if codec else None, keeps=(rule,) * spec.num_layers,
+            codec=CODECS[codec] if codec else None, keeps=packing_keeps(spec),
         )  # fmt: skip
         if codec:
             constants = some_constants(self.geometry.num_cells, spec.head_dim, 5)
@@ -146,7 +148,8 @@ class PackingHouse:
         decoder = FusedDecoder(spec.fused, packed, self.slab, num_threads=num_threads, chunk_size=CHUNK)
         self.runner = _Logged(decoder, self.geometry, self.slab)
         self.runner.warm_up()
-        self.core = KVCore(num_blocks, block_size=block_size, rules=[rule], enable_prefix_caching=caches_prefixes)
+        rules = [group.keeps for group in self.geometry.groups]
+        self.core = KVCore(num_blocks, block_size=block_size, rules=rules, enable_prefix_caching=caches_prefixes)
         self.scheduler = Scheduler(self.core, SchedulerLimits(16, max_num_batched_tokens))
         self.logits: dict[str, dict[int, torch.Tensor]] = {}
         self.num_hit_tokens: dict[str, int] = {}

@@ -39,7 +39,7 @@ def masked(tiny_folder):
         folder = tiny_folder(family)
         model, scorer = WatchedModel(folder, torch.float64), random_scorer(folder)
         thresholds = fit_thresholds(model, scorer, PROMPTS, keep)
-        keeping = Keeping(scorer.weights, thresholds - scorer.biases, NUM_SINKS)
+        keeping = Keeping(scorer.weights, (thresholds - scorer.biases)[None], NUM_SINKS)
         return folder, keeping, lambda tokens: twin_logits(model, scorer, thresholds, tokens)
 
     return make
@@ -52,7 +52,7 @@ def hold(house, request, twin):
         assert (logits - expected[num_tokens - 1]).abs().max() < LOGITS_BOUND
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3"])
 @pytest.mark.parametrize("keep", [0.0, 0.5, 1.0])
 def test_it_is_the_model_under_its_mask(masked, family, keep):
     folder, keeping, twin = masked(family, keep)
@@ -67,9 +67,9 @@ def bits(house, requests):
     return [torch.stack([*house.logits[request.request_id].values()]) for request in requests]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_bits_are_the_same_in_any_chunks_any_batch_and_warm_or_cold(masked, dtype):
-    folder, keeping, _ = masked("llama", 0.5)
+@pytest.mark.parametrize(("family", "dtype"), [("llama", "float32"), ("llama", "bfloat16"), ("gemma3", "float32")])
+def test_bits_are_the_same_in_any_chunks_any_batch_and_warm_or_cold(masked, family, dtype):
+    folder, keeping, _ = masked(family, 0.5)
     alone = []
     for prompt in PROMPTS:
         house = PackingHouse(folder, keeping, num_threads=1, caches_prefixes=False, dtype=dtype)

@@ -69,6 +69,33 @@ def test_the_scorer_is_the_ridge_of_all_rows(tiny_chat_model: Path, own_cache: P
         assert kept == pytest.approx(keep, abs=0.02)  # few words: many scores are nearly equal
 
 
+def test_beside_windows_the_other_layers_are_fitted_alone(
+    tiny_chat_model: Path, own_cache: Path, story: str, tmp_path: Path
+) -> None:
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    folder = tmp_path / "windowed"
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    kinds = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+    config = Gemma3TextConfig(
+        **sizes, vocab_size=49152, num_hidden_layers=4, head_dim=8, layer_types=kinds, sliding_window=24,
+        max_position_embeddings=2048, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    Gemma3ForCausalLM(config).save_pretrained(folder)
+    for file in tiny_chat_model.glob("*token*"):
+        shutil.copy(file, folder)
+    found = calibrate(folder, [story], num_contexts=2)
+    scorer = found.scorer
+    assert scorer.biases.isinf().tolist() == [[True, True], [False, False]] * 2
+    assert [bool(weights.any()) for weights in scorer.weights] == [False, True, False, True]
+    assert found.found_on.explained[1] <= found.found_on.explained[0] <= found.found_on.explained[2]
+    model, tokenizer = WatchedModel(folder), Tokenizer(folder)
+    got = attention_got(model, own := _contexts([story], tokenizer, 1280, 2)[0], recitals(own, tokenizer))
+    assert not got.natural[0].any()  # no window reaches so far back
+    scores = torch.cat([scorer.scores(layer, got.hidden[layer])[:, 4:] for layer in (1, 3)])
+    assert float((scores >= scorer.thresholds(0.5)[1, 0]).float().mean()) == pytest.approx(0.5, abs=0.05)
+
+
 def test_calibrating_twice_finds_the_same(tiny_chat_model: Path, own_cache: Path, story: str) -> None:
     digests = [calibrate(tiny_chat_model, [story], num_contexts=2).scorer.digest for _ in range(2)]
     assert digests[0] == digests[1]
@@ -194,7 +221,7 @@ def test_the_command_fits_keeps_and_tells(tiny_chat_model: Path, own_cache: Path
 def named(tiny_chat_model: Path, story: str, tmp_path: Path) -> dict[str, Path]:
     text, windowed = tmp_path / "story.txt", tmp_path / "windowed"
     text.write_text(story)
-    save_tiny_model("gemma3", windowed)
+    save_tiny_model("mistral-window", windowed)
     return {"model": tiny_chat_model, "text": text, "windowed": windowed}
 
 
@@ -205,7 +232,7 @@ def named(tiny_chat_model: Path, story: str, tmp_path: Path) -> dict[str, Path]:
         (["{model}", "--text", "no-such-file"], "Cannot read no-such-file"),
         (["{model}", "--text", "{text}", "--num-contexts", "1"], "Give at least 2"),
         (["{model}", "--text", "{text}", "--threads", "0"], "threads is 0"),
-        (["{windowed}", "--text", "{text}"], "has layers with windows or chunks"),
+        (["{windowed}", "--text", "{text}"], "has windows or chunks in all layers"),
     ],
 )
 def test_the_command_says_what_is_wrong(flags: list[str], said: str, own_cache: Path, named: dict[str, Path]) -> None:

@@ -123,6 +123,19 @@ def test_without_peaks_a_saving_is_by_requests_at_once():
     assert technique.monthly_saving == pytest.approx(3 * 720 / 2, rel=1e-2)
 
 
+def test_a_share_of_older_tokens_is_counted_as_it_is_packed():
+    """Two chunks whole, a step's tokens, and of older chunks the share; nothing where all is of the last two chunks."""
+    made = planned(prompt=7000, output=1000, max_num_batched_tokens=512)
+    gains = {each.name: each for each in made.techniques if "of older tokens" in each.name}
+    num_older = 8000 // 256 - 1
+    for name, share in (("50% of older tokens", 0.5), ("25% of older tokens", 0.25)):
+        whole = -(-(2 * 256 - 1 + (made.memory.num_new or 1)) // 16) + 2
+        packed = share * num_older * 16 + 16
+        assert gains[name].gain == pytest.approx(500 / (whole + packed), rel=0.01)
+    short = planned(prompt=300, output=100)
+    assert not [each for each in short.techniques if "of older tokens" in each.name]
+
+
 @pytest.mark.long
 def test_token_eviction_gives_nothing_to_windows_that_are_full_anyway():
     mistral = find_model("mistralai/Mistral-7B-v0.1")

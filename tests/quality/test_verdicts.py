@@ -296,7 +296,7 @@ def test_a_window_has_no_floor_and_keeps_no_verdict_whatever_is_quantized_beside
         (["--number-formats", "bfloat16", "--streaming-llm", "32"], "a run of its own"),
         (["--kv-keep", "0.5"], "of contexts of 64 tokens all are kept"),
         (["--kv-keep", "0.5,x", "--context-len", "600"], "'x', which is no share"),
-        (["--kv-keep", "1.5", "--context-len", "600"], "above 0 and below 1"),
+        (["--kv-keep", "1.5", "--context-len", "600"], "above 0, and 1 for all at most"),
         (["--kv-keep", "0.5", "--context-len", "600", "--kv-cache-dtype", "kivi2"], "do not go together"),
         (["--kv-keep", "0.5", "--context-len", "600", "--kv-cache-dtype-skip-layers", "0"], "do not go together"),
         (["--kv-keep", "0.5", "--context-len", "600", "--kv-transport-codec", "lossy7"], "a run of its own"),

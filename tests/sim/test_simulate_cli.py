@@ -84,6 +84,13 @@ def test_full_mode_tells_what_requests_met():
     assert all(0 <= each["use"] <= 1 for each in over_time)
 
 
+def test_where_a_share_of_older_tokens_is_kept_more_run_at_once():
+    asked = "retrieval:num_requests=120,seed=1", "--policy", "lru", "--cache-tokens", "12k"
+    running = [answer(*asked, *keep)["mean_running"] for keep in ((), ("--kv-keep", "0.5"), ("--kv-keep", "0.25"))]
+    assert running[1] > 1.1 * running[0]
+    assert running[2] > 1.2 * running[1]
+
+
 def test_tables_for_people():
     output = run(SMALL, "--policy", "default,lfu", "--cache-tokens", "4k,40k", "--bounds", "--curve", "0.5").output
     for what in ("default", "lfu", "Belady", "infinite", "TTFT 50/95", "queue", "evicted", "sampled at 0.5"):
@@ -187,6 +194,10 @@ def test_without_matplotlib_a_picture_is_refused_before_anything_runs(monkeypatc
         ([SMALL, "--cache-tokens", "500"], "The pool has 31 blocks of 16 tokens; the longest request"),
         ([SMALL, "--block-size", "0"], "block_size is 0"),
         ([SMALL, "--curve", "2"], "sample_rate is 2.0"),
+        ([SMALL, "--kv-keep", "1.5"], "kv_keep is 1.5"),
+        ([SMALL, "--kv-keep", "0.5", "--cache-only"], "kv_keep does not go with --cache-only"),
+        ([SMALL, "--kv-keep", "0.5", "--host-tokens", "9k"], "kv_keep does not go with tiers"),
+        ([SMALL, "--kv-keep", "0.5", "--block-size", "24"], "kv_keep takes chunks of 256 tokens apart"),
         ([SMALL, "--max-num-seqs", "600"], "max_num_seqs is 600"),
         ([SMALL, "--device", "H100-80GB"], "No model is named"),
         ([SMALL, "--model", "gpt2"], "Give --device or --calibrate"),

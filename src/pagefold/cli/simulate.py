@@ -79,6 +79,15 @@ def simulate(  # noqa: PLR0913 - one parameter a flag
             rich_help_panel=_CACHE,
         ),
     ] = None,
+    kv_keep: Annotated[
+        float | None,
+        typer.Option(
+            "--kv-keep",
+            metavar="SHARE",
+            help="Keep so large a share of the tokens before the last ones, as the server does.",
+            rich_help_panel=_CACHE,
+        ),
+    ] = None,
     host_tokens: Annotated[
         str | None,
         typer.Option(metavar="TOKENS", help="What the host's memory keeps of evicted blocks.", rich_help_panel=_TIERS),
@@ -160,6 +169,7 @@ def simulate(  # noqa: PLR0913 - one parameter a flag
         ("--cache-only", cache_only),
         ("--bounds", bounds),
         ("--curve", curve),
+        ("--kv-keep", kv_keep),
         ("--host-tokens", host_tokens),
         ("--disk-tokens", disk_tokens),
         ("--token-bytes", token_bytes),
@@ -231,6 +241,7 @@ def simulate(  # noqa: PLR0913 - one parameter a flag
             step_cost=machine.step_cost,
             tiers=tiers,
             rules=machine.rules,
+            kv_keep=kv_keep,
             with_bounds=bounds,
             sample_rate=curve,
         )

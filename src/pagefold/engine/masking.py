@@ -15,10 +15,11 @@ from pagefold.steps import NO_MASK
 if TYPE_CHECKING:
     from pagefold.config import EngineConfig
     from pagefold.engine.blueprint import Blueprint
+    from pagefold.kv import KVGeometry
     from pagefold.runner.keeping import Keeping
     from pagefold.runner.models import ModelSpec
 
-__all__ = ["EngineMask", "check_masking", "find_mask", "kinds_of", "packing_keeps"]
+__all__ = ["EngineMask", "check_groups", "check_masking", "find_mask", "kinds_of", "packing_keeps"]
 
 
 class EngineMask(NamedTuple):
@@ -51,9 +52,10 @@ def check_masking(config: EngineConfig, spec: ModelSpec, not_fused: str) -> None
     longest = spec.windowed_limit.length
     if isinstance(config.max_model_len, int):
         longest = min(longest, config.max_model_len)
-    if spec.keeps_within(longest) or spec.sources:
-        msg = f"kv_keep is set, and layers of {name} have windows, or read the K and V of others."
-        raise ConfigError(msg, remedy="Leave it out: it is for models whose layers all attend to all tokens.")
+    if spec.sources or not spec.full_layers:
+        what = "read the K and V of others" if spec.sources else "have windows, all of them"
+        msg = f"kv_keep is set, and layers of {name} {what}."
+        raise ConfigError(msg, remedy="Leave it out: it is for models with layers that attend to all tokens.")
     if CHUNK % config.block_size:
         msg = f"block_size is {config.block_size}, and kv_keep takes chunks of {CHUNK} tokens apart."
         raise ConfigError(msg, remedy=f"Use a block_size that divides {CHUNK}, as 16 or 32.")
@@ -63,8 +65,25 @@ def check_masking(config: EngineConfig, spec: ModelSpec, not_fused: str) -> None
 
 
 def packing_keeps(spec: ModelSpec) -> tuple[KeepRule, ...]:
-    """Return what each layer keeps."""
-    return (KeepRule(CHUNK, is_chunked=True, num_before=1, packs=True),) * spec.num_layers
+    """Return what each layer keeps: what it kept before, where it has a window."""
+    rule = KeepRule(CHUNK, is_chunked=True, num_before=1, packs=True)
+    keeps = spec.keeps or (rule,) * spec.num_layers
+    return tuple(rule if keep.window is None else keep for keep in keeps)
+
+
+def check_groups(geometry: KVGeometry, spec: ModelSpec) -> None:
+    """See that what is packed lies in one cache group, and is read where it lies.
+
+    Raises:
+        ConfigError: it is not so.
+    """
+    name, groups = spec.folder.name, [group.keeps.packs for group in geometry.groups]
+    if groups.count(True) > 1:
+        msg = f"kv_keep is set, and the layers of {name} that attend to all tokens are more than others."
+        raise ConfigError(msg, remedy="Leave it out: it is for models with fewer of these than of layers with windows.")
+    if len(groups) > 1 and geometry.codec is not None:
+        msg = f"kv_keep is set with a kv_cache_dtype, and layers of {name} have windows."
+        raise ConfigError(msg, remedy="Leave out one of them: both together are for models without windows yet.")
 
 
 def find_mask(config: EngineConfig, spec: ModelSpec) -> EngineMask:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from pagefold.config import cache_dir
 from pagefold.engine.blueprint import Blueprint, without_windows
 from pagefold.engine.draft_model import capacity_of_draft, check_device, check_draft, draft_config, longest_of
-from pagefold.engine.masking import check_masking, find_mask, packing_keeps
+from pagefold.engine.masking import check_groups, check_masking, find_mask, packing_keeps
 from pagefold.engine.on_card import OnCard
 from pagefold.engine.on_cpu import OnCpu
 from pagefold.errors import ConfigError
@@ -87,6 +87,7 @@ def _shape_of(config: EngineConfig, progress: Progress | None) -> Blueprint:
     elif config.masks:
         check_masking(config, spec, not_fused)
         geometry = replace(geometry, keeps=packing_keeps(spec))
+        check_groups(geometry, spec)
         mask = find_mask(config, spec)
     elif not without_windows(config):
         geometry = replace(geometry, keeps=spec.keeps_within(_longest(config, spec)))  # else the window is the limit

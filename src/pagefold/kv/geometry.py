@@ -367,7 +367,12 @@ class KVGeometry:
     @cached_property
     def mark_begin(self) -> int:
         """Where marks begin in a block of the group that packs, in bytes: behind its cells; 0 where none packs."""
-        return next((self.layer_ends[group.layers[-1]] for group in self.groups if group.keeps.packs), 0)
+        return 0 if self.packing is None else self.layer_ends[self.packing.layers[-1]]
+
+    @property
+    def packing(self) -> CacheGroup | None:
+        """The group whose older chunks are packed; None where there is none."""
+        return next((group for group in self.groups if group.keeps.packs), None)
 
     @cached_property
     def group_of_layer(self) -> tuple[int, ...]:

@@ -97,15 +97,15 @@ def calibrate(
         msg = f"Cannot write to {file.parent}: {error.strerror or error}."
         raise ConfigError(msg, remedy="Set PAGEFOLD_CACHE to a folder that can be written.") from None
     model = WatchedModel(folder)
-    sizes = spec.num_layers, model.num_features, spec.num_kv_heads
+    sizes = len(spec.full_layers), model.num_features, spec.num_kv_heads
     fitted, held_out = NormalEquations(*sizes), NormalEquations(*sizes)
     for place, token_ids in enumerate(contexts):
         progress("measuring attention", place, len(contexts))
         _add(held_out if _is_held_out(place, len(contexts)) else fitted, model, token_ids, tokenizer)
     fit = fit_ridge(fitted, held_out)
     assert fit.explained is not None, "contexts were held out"
-    weights, biases = fit.weights.float(), fit.biases.float()
-    seen = _Scores(Scorer(weights, biases, torch.empty(0)))
+    scorer = Scorer.of_layers(spec.full_layers, spec.num_layers, fit.weights.float(), fit.biases.float())
+    seen = _Scores(scorer, spec.full_layers)
     for place, token_ids in enumerate(contexts):
         progress("finding thresholds", place, len(contexts))
         model.read_on(token_ids, None, watcher=seen)
@@ -120,7 +120,7 @@ def calibrate(
         penalty=fit.penalty,
         explained=explained,  # type: ignore[arg-type] # three of them
     )
-    kept = KeptScorer(Scorer(weights, biases, seen.quantiles()), found_on)
+    kept = KeptScorer(scorer._replace(quantiles=seen.quantiles()), found_on)
     write_scorer(file, kept)
     return kept
 
@@ -131,7 +131,7 @@ def _context_len(spec: ModelSpec) -> int:
     Raises:
         UnsupportedModelError: it can recite less than it takes for queries to have older tokens.
     """
-    longest = spec.max_exact_len
+    longest = spec.windowed_limit.length
     fitting = [num for num in range(_LEAST_CONTEXT_LEN, _CONTEXT_LEN + 1, CHUNK) if num_positions_for(num) <= longest]
     if not fitting:
         needed = num_positions_for(_LEAST_CONTEXT_LEN)
@@ -180,18 +180,21 @@ def _add(sums: NormalEquations, model: WatchedModel, token_ids: list[int], token
     """Add a context's tokens: features are what enters attention, outputs the logarithm of what their keys get."""
     got = attention_got(model, token_ids, recitals(token_ids, tokenizer))
     outputs = got.largest.double().clamp_min(_LEAST_GOT).log()
-    for layer, hidden in enumerate(got.hidden):
-        sums.add(layer, hidden[NUM_SINKS:], outputs[layer, :, NUM_SINKS:].T)
+    for place, layer in enumerate(model.spec.full_layers):
+        sums.add(place, got.hidden[layer][NUM_SINKS:], outputs[layer, :, NUM_SINKS:].T)
 
 
 class _Scores:
-    """Watches contexts being read, and notes the scores of their tokens, but for sinks."""
+    """Watches contexts being read, and notes the scores of their tokens in some layers, but for sinks."""
 
-    def __init__(self, scorer: Scorer) -> None:
+    def __init__(self, scorer: Scorer, layers: Sequence[int]) -> None:
         self._scorer = scorer
+        self._layers = layers
         self._found: list[torch.Tensor] = []
 
     def enters(self, entering: Entering) -> None:
+        if entering.layer not in self._layers:
+            return
         self._found.append(self._scorer.scores(entering.layer, entering.hidden)[:, NUM_SINKS:].flatten())
 
     def attends(self, layer: int, first: int, weights: torch.Tensor) -> None:

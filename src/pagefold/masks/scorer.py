@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import math
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from pagefold.masks.rule import NUM_SINKS
 from pagefold.runner.keeping import Keeping
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 __all__ = ["Scorer"]
 
@@ -23,14 +26,29 @@ class Scorer(NamedTuple):
 
     Attributes:
         weights: ``[L, Hkv, hidden]``.
-        biases: ``[L, Hkv]``.
-        quantiles: ``[Q]``, rising: of the scores of tokens of the calibration, all layers and KV heads together, the
-            least, the greatest, and what lies between at equal shares.
+        biases: ``[L, Hkv]``; infinite in layers with windows, of which nobody chooses: every score passes there.
+        quantiles: ``[Q]``, rising: of the scores of tokens of the calibration, all other layers and KV heads together,
+            the least, the greatest, and what lies between at equal shares.
     """
 
     weights: torch.Tensor
     biases: torch.Tensor
     quantiles: torch.Tensor
+
+    @classmethod
+    def of_layers(cls, layers: Sequence[int], num_layers: int, weights: torch.Tensor, biases: torch.Tensor) -> Scorer:
+        """Return the scorer of a model of which some layers attend to all tokens; it has no quantiles yet.
+
+        Args:
+            layers: those, ascending.
+            num_layers: of the model.
+            weights: of those layers, ``[len(layers), Hkv, hidden]``.
+            biases: of those layers, ``[len(layers), Hkv]``.
+        """
+        of_all = torch.zeros(num_layers, *weights.shape[1:]), torch.full((num_layers, biases.shape[1]), math.inf)
+        for every, own in zip(of_all, (weights, biases), strict=True):
+            every[list(layers)] = own
+        return cls(*of_all, torch.empty(0))
 
     @property
     def digest(self) -> str:

@@ -15,6 +15,7 @@ import torch
 from transformers import AttentionInterface
 
 from pagefold.errors import UnsupportedModelError
+from pagefold.kv import KEEP_ALL
 from pagefold.masks.rule import CHUNK
 from pagefold.runner.loader import load_model, odd_arguments
 from pagefold.runner.models import inspect_model
@@ -24,12 +25,13 @@ if TYPE_CHECKING:
     from pathlib import Path
     from typing import TypeAlias
 
+    from pagefold.kv import KeepRule
     from pagefold.runner.models import ModelSpec
 
 __all__ = ["Entering", "Mask", "Past", "SeenRows", "WatchedModel", "Watcher", "check_plain"]
 
 _NAME = "pagefold_watched"
-_REMEDY = "Masks are for decoders whose layers attend to all tokens, such as Llama, Qwen3 or SmolLM2."
+_REMEDY = "Masks are for decoders with layers that attend to all tokens, such as Llama, Qwen3 or Gemma 3."
 
 SeenRows: TypeAlias = "Callable[[int, int], torch.Tensor]"
 """From positions ``[first, last)`` of queries to what they see of keys ``[0, last)``: bool ``[Hkv or 1, n, last]``.
@@ -71,7 +73,7 @@ class Mask(Protocol):
     """Says what queries see."""
 
     def of_layer(self, entering: Entering) -> SeenRows:
-        """Return what queries of a layer see."""
+        """Return what queries of a layer see, of what it attends to without a mask."""
         ...
 
 
@@ -105,7 +107,7 @@ class WatchedModel:
 
     Raises:
         ModelNotFoundError: there are no weights.
-        UnsupportedModelError: it cannot be loaded, or not all layers attend to all tokens as plain attention does.
+        UnsupportedModelError: it cannot be loaded, no layer attends to all tokens, or one not as plain attention does.
     """
 
     def __init__(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
@@ -134,7 +136,7 @@ class WatchedModel:
             mask: what queries see; None for all before them.
             watcher: is told.
         """
-        watch = _Watch(self._hidden, mask=mask, watcher=watcher)
+        watch = _Watch(self._hidden, self.spec, mask=mask, watcher=watcher)
         logits: torch.Tensor = self._model(torch.tensor([[*token_ids]]), use_cache=False, watch=watch).logits[0]
         self._check(watch)
         return logits
@@ -150,7 +152,7 @@ class WatchedModel:
         """
         first = 0 if past is None else past.num_tokens
         positions = torch.arange(first, first + len(token_ids))[None]
-        watch = _Watch(self._hidden, past=past, watcher=watcher)
+        watch = _Watch(self._hidden, self.spec, past=past, watcher=watcher)
         self._model.base_model(torch.tensor([[*token_ids]]), position_ids=positions, use_cache=False, watch=watch)
         self._check(watch)
         return Past(tuple(watch.keys), tuple(watch.values))
@@ -168,7 +170,7 @@ class WatchedModel:
 
 
 def check_plain(spec: ModelSpec) -> None:
-    """Refuse a model of whose layers not all attend to all tokens, as far as its config says so.
+    """Refuse a model none of whose layers attends to all tokens, or that reads the K and V of others.
 
     Raises:
         UnsupportedModelError: it is one.
@@ -176,8 +178,8 @@ def check_plain(spec: ModelSpec) -> None:
     reason = ""
     if spec.sources:
         reason = "layers that read the K and V of others"
-    elif spec.keeps_within(spec.max_positions):
-        reason = "layers with windows or chunks"
+    elif not spec.full_layers:
+        reason = "windows or chunks in all layers"
     if reason:
         msg = f"{spec.model_type} ({spec.folder.name}) has {reason}, whose tokens no mask can choose from."
         raise UnsupportedModelError(msg, remedy=_REMEDY)
@@ -189,12 +191,14 @@ class _Watch:
     def __init__(
         self,
         hidden: dict[int, torch.Tensor],
+        spec: ModelSpec,
         *,
         mask: Mask | None = None,
         past: Past | None = None,
         watcher: Watcher | None = None,
     ) -> None:
         self.hidden = hidden
+        self.keeps = spec.keeps or (KEEP_ALL,) * spec.num_layers
         self.mask = mask
         self.past = past
         self.watcher = watcher
@@ -211,6 +215,7 @@ def _watched_attention(  # noqa: PLR0913 - transformers calls it so
     attention_mask: torch.Tensor | None,
     *,
     scaling: float | None = None,
+    softcap: float | None = None,
     sliding_window: int | None = None,
     watch: _Watch | None = None,
     **arguments: object,
@@ -226,8 +231,9 @@ def _watched_attention(  # noqa: PLR0913 - transformers calls it so
     if watch.past is not None:
         keys = torch.cat((watch.past.keys[layer], keys), 1)
         values = torch.cat((watch.past.values[layer], values), 1)
-    if sliding_window is not None and sliding_window < keys.shape[1]:
-        raise _refusal(module, f"asks for a window of {sliding_window}, which is not plain attention")
+    rule = watch.keeps[layer]
+    if sliding_window is not None and sliding_window != rule.window and sliding_window < keys.shape[1]:
+        raise _refusal(module, f"asks for a window of {sliding_window}, of which its config says nothing")
     watch.layers.append(layer)
     watch.keys.append(keys)
     watch.values.append(values)
@@ -244,7 +250,9 @@ def _watched_attention(  # noqa: PLR0913 - transformers calls it so
         first, last = num_before + begin, num_before + begin + rows.shape[2]
         shape = (*rows.shape[:3], last)  # [Hkv, G, n, last]
         scores = (rows.flatten(1, 2) @ keys[:, :last].mT).view(shape)
-        is_seen = torch.arange(last) <= torch.arange(first, last)[:, None]
+        if softcap is not None:
+            scores = torch.tanh(scores / softcap) * softcap
+        is_seen = _in_sight(rule, first, last)
         if seen is not None:
             is_seen = (seen(first, last) & is_seen)[:, None]
         weights = scores.masked_fill_(~is_seen, -math.inf).softmax(-1)
@@ -252,6 +260,13 @@ def _watched_attention(  # noqa: PLR0913 - transformers calls it so
         if watch.watcher is not None:
             watch.watcher.attends(layer, first, weights)
     return out.flatten(0, 1).transpose(0, 1)[None], None
+
+
+def _in_sight(rule: KeepRule, first: int, last: int) -> torch.Tensor:
+    """Return what queries of ``[first, last)`` see of keys ``[0, last)`` without a mask: bool ``[n, last]``."""
+    keys, positions = torch.arange(last), range(first, last)
+    firsts = torch.tensor([rule.first_seen(position) for position in positions])
+    return (keys >= firsts[:, None]) & (keys <= torch.arange(first, last)[:, None])
 
 
 def _refusal(module: torch.nn.Module, what: str) -> UnsupportedModelError:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from pagefold.errors import ConfigError
+from pagefold.kv import KeepRule
+from pagefold.masks.rule import CHUNK
 from pagefold.plan.concurrency import Rounding
 from pagefold.plan.floors import prefill_operations, ttft_bound
 from pagefold.plan.memory import Memory, plan_memory
@@ -14,11 +17,12 @@ from pagefold.plan.timing import request_rate
 from pagefold.plan.weights import find_weight_dtype
 
 if TYPE_CHECKING:
-    from pagefold.kv import CacheGroup
+    from pagefold.kv import CacheGroup, CacheLayout
     from pagefold.plan.load import WorkloadPlan
     from pagefold.plan.question import Question
     from pagefold.plan.settings import PlanSettings
     from pagefold.plan.timing import Timing
+    from pagefold.plan.workload import Lengths
 
 __all__ = ["KEPT_SHARE", "NVME_BANDWIDTH", "RAM_BANDWIDTH_SHARE", "Technique", "rank_techniques"]
 
@@ -31,6 +35,13 @@ RAM_BANDWIDTH_SHARE = 0.8
 KEPT_SHARE = 0.2
 """Share of its tokens that a sequence keeps under token eviction: 400 of 2,000, as in the H2O family's reports."""
 
+_PACKED = KeepRule(CHUNK, is_chunked=True, num_before=1, packs=True)
+_KEPT_SHARES = (
+    (0.5, "small, and measurable: pagefold eval --kv-keep 0.5"),
+    (0.25, "depends on the model and the task: pagefold eval --kv-keep 0.25"),
+)
+"""Shares of older tokens that ``kv_keep`` keeps, and what that costs: less than 1 % of perplexity the first, of
+SmolLM2-135M and 2k tokens (``benchmarks/masks.py``)."""
 _CACHE_DTYPES = (
     ("fp8", "next to none on most tasks, with calibrated scales", "none; faster reads"),
     ("int8_per_token_head", "next to none on most tasks", "a little arithmetic a token"),
@@ -110,6 +121,7 @@ def rank_techniques(
         *_smaller_weights(now),
         *_sharing(now),
         *_tiers(question, memory, load, timing, break_even),
+        *_kept_shares(now),
         *_token_eviction(now),
         *_more_devices(now),
         *_other_blocks(now),
@@ -270,6 +282,31 @@ def _tiers(
         latency = f"{loaded / bandwidth * 1e3:,.0f} ms to load a conversation"
         found += _technique(name, _Gain(), flags=flags, ttft_gain=bound, latency=latency, note=f"{verdict}; {size}")
     return found
+
+
+def _kept_shares(now: _Now) -> list[Technique]:
+    """A share of older tokens is kept, of each layer that attends to all, and what is kept is shared as ever."""
+    layout, workload, num_new = now.memory.tightest.shard.layout, now.load.workload, now.memory.num_new
+    found = []
+    for share, quality in _KEPT_SHARES:
+        kept = layout.num_state_blocks + workload.mean(partial(_packed_blocks, layout, num_new, share))
+        requests = now.load.rounding.full_blocks / kept
+        gain = _Gain(requests, now.throughput_of(now.memory, requests))
+        name, flags = f"{share:.0%} of older tokens", f"--kv-keep {share} (Pagefold, on CPUs)"
+        note = f"of what is older than {CHUNK} to {2 * CHUNK} tokens, by layer and KV head; prefixes are shared"
+        found += _technique(name, gain, quality=quality, flags=flags, note=note)
+    return found
+
+
+def _packed_blocks(layout: CacheLayout, num_new: int | None, share: float, lengths: Lengths) -> int:
+    """Return the blocks of a request of which a share of older tokens is kept, where layers attend to all of them."""
+    num_tokens, num_blocks = sum(lengths), 0
+    for group in layout.groups:
+        whole = group.num_blocks_for(num_tokens, num_new)
+        if group.keeps.window is None and CHUNK % group.block_size == 0:
+            whole = min(whole, _PACKED.num_blocks_for(num_tokens, num_new or 1, group.block_size, share))
+        num_blocks += whole
+    return num_blocks
 
 
 def _token_eviction(now: _Now) -> list[Technique]:

@@ -109,14 +109,12 @@ def make_inputs(plan: StepPlan, geometry: KVGeometry) -> StepInputs:
 
 def _packed_inputs(plan: StepPlan, geometry: KVGeometry) -> PackedInputs | None:
     """Return where each row has its older chunks, those included that the step packs; None where none are packed."""
-    rule = next((group.keeps for group in geometry.groups if group.keeps.packs), None)
-    if rule is None:
+    group = geometry.packing
+    if group is None:
         return None
+    rule, shape = group.keeps, UnitShape(group.block_size, group.num_cells)
     assert rule.window is not None, "chunks have a size"
-    shape, num_blocks = (
-        UnitShape(geometry.block_size, geometry.groups[0].num_cells),
-        rule.chunk_blocks(geometry.block_size),
-    )
+    num_blocks = rule.chunk_blocks(group.block_size)
     chunks = [[_units_of(chunk) for chunk in row] for row in plan.chunks]
     num_old = tuple(map(len, chunks))
     for row, granted in zip(plan.packing_rows, plan.granted, strict=True):

@@ -114,6 +114,13 @@ class ModelSpec:
     fused: FusedConfig | None = None
     not_fused: str = ""
 
+    @property
+    def full_layers(self) -> tuple[int, ...]:
+        """The layers that attend to all tokens before a token, ascending."""
+        if not self.keeps:
+            return tuple(range(self.num_layers))
+        return tuple(layer for layer, keep in enumerate(self.keeps) if keep.window is None)
+
     def keeps_within(self, max_len: int) -> tuple[KeepRule, ...]:
         """Return what each layer keeps of sequences of at most ``max_len`` tokens; empty where all keep all of them."""
         is_trimmed = any(keep.window is not None and keep.window < max_len for keep in self.keeps)

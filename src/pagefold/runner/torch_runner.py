@@ -266,8 +266,8 @@ def _dummy_plan(num_tokens: list[int], num_blocks: int, geometry: KVGeometry) ->
     plan.starts, plan.num_tokens = [0] * num_rows, num_tokens
     plan.tables = [[table] * len(geometry.groups) for _ in num_tokens]
     plan.residual_ids = [0] * num_rows
-    rule = next((group.keeps for group in geometry.groups if group.keeps.packs), None)
-    if rule is not None:
+    if geometry.packing is not None:
+        rule = geometry.packing.keeps
         plan.chunks, plan.mask_of = [[] for _ in num_tokens], [0] * num_rows
         due = [rule.num_packed(num) * rule.chunk_blocks(geometry.block_size) for num in num_tokens]
         plan.packing_rows = [row for row, num in enumerate(due) if num]

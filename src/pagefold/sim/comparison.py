@@ -10,6 +10,7 @@ from pagefold.kv.keep import KEEP_ALL, KeepRule
 from pagefold.kv.policies import POLICIES
 from pagefold.sim.cache_only import BELADY, CacheOnlyReport, replay_cache_only
 from pagefold.sim.curves import HitCurve, lru_curve, mean_error
+from pagefold.sim.keeping_runner import KeepingRunner, packing_rules
 from pagefold.sim.null_runner import NullRunner
 from pagefold.sim.replay import SimConfig, simulate
 from pagefold.sim.report import Report
@@ -65,6 +66,8 @@ class Question:
         runner: what samples, where there is timing.
         tiers: what is behind the cache, where there is timing.
         rules: what each cache group keeps, where there is timing; a size of the cache is of tokens in all groups.
+        kv_keep: the share of older tokens that is kept, where there is timing and nothing is behind the cache; None for
+            all.
         with_bounds: whether to find what Belady's rule and an infinite cache would reach.
         sample_rate: of the sampled curve; None for no curves.
 
@@ -84,6 +87,7 @@ class Question:
     runner: Runner = field(default_factory=NullRunner)
     tiers: TierModel = field(default_factory=TierModel)
     rules: tuple[KeepRule, ...] = (KEEP_ALL,)
+    kv_keep: float | None = None
     with_bounds: bool = False
     sample_rate: float | None = None
 
@@ -93,12 +97,9 @@ class Question:
             if name not in known:
                 msg = f"There is no policy {name!r}."
                 raise ConfigError(msg, remedy=f"There are {', '.join(known)}.")
-        if BELADY in self.policies and not self.is_cache_only:
-            msg = "Belady's rule knows which requests come, but not when."
-            raise ConfigError(msg, remedy="Ask for it with --cache-only, or leave it out.")
-        if self.tiers.host_tokens and self.is_cache_only:
-            msg = "Tiers take time, and --cache-only has none."
-            raise ConfigError(msg, remedy="Leave --cache-only out, or the tiers.")
+        self._check_mode()
+        if self.kv_keep is not None:
+            self._check_keep(self.kv_keep)
         if not 1 <= self.block_size <= MAX_TOKENS:
             raise _bad("block_size", self.block_size, f"at least 1 token and at most {MAX_TOKENS:,}")
         if any(size < self.block_size for size in self.cache_tokens):
@@ -111,6 +112,23 @@ class Question:
             raise _bad("sample_rate", self.sample_rate, "above 0 and at most 1")
         if not 1 <= self.limits.max_num_seqs <= self.limits.max_num_batched_tokens:
             raise _bad("max_num_seqs", self.limits.max_num_seqs, "at least 1 and at most max_num_batched_tokens")
+
+    def _check_mode(self) -> None:
+        if BELADY in self.policies and not self.is_cache_only:
+            msg = "Belady's rule knows which requests come, but not when."
+            raise ConfigError(msg, remedy="Ask for it with --cache-only, or leave it out.")
+        if self.tiers.host_tokens and self.is_cache_only:
+            msg = "Tiers take time, and --cache-only has none."
+            raise ConfigError(msg, remedy="Leave --cache-only out, or the tiers.")
+
+    def _check_keep(self, share: float) -> None:
+        if not 0 < share < 1:
+            raise _bad("kv_keep", share, "above 0 and below 1; left out, all is kept")
+        others = {"--cache-only": self.is_cache_only, "--bounds": self.with_bounds, "tiers": self.tiers.host_tokens}
+        beside = next((name for name, is_set in others.items() if is_set), None)
+        if beside is not None:
+            msg = f"kv_keep does not go with {beside}."
+            raise ConfigError(msg, remedy="Leave one of them out.")
 
     def sizes(self) -> tuple[int, ...]:
         """Return the sizes to run, in whole blocks."""
@@ -222,17 +240,20 @@ def _run(question: Question, policy: str, cache_tokens: int, progress: Progress 
             question.requests, policy=policy, block_size=size, cache_tokens=cache_tokens, progress=told
         )
     else:
+        rules, runner = question.rules, question.runner
+        if question.kv_keep is not None:
+            rules, runner = packing_rules(rules, size), KeepingRunner(runner, question.kv_keep, size)
         config = SimConfig(
-            num_blocks=cache_tokens // size * len(question.rules),
+            num_blocks=cache_tokens // size * len(rules),
             block_size=size,
             max_num_seqs=question.limits.max_num_seqs,
             max_num_batched_tokens=question.limits.max_num_batched_tokens,
             eviction_policy=policy,
             tiers=question.tiers,
-            rules=question.rules,
+            rules=rules,
         )
         timed = question.timed or question.requests
-        report = simulate(timed, config, step_cost=question.step_cost, runner=question.runner, progress=told)
+        report = simulate(timed, config, step_cost=question.step_cost, runner=runner, progress=told)
     return Run(policy, cache_tokens, report)
 
 
