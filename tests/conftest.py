@@ -169,6 +169,37 @@ def tiny_chat_model(tmp_path_factory: pytest.TempPathFactory, smollm2: Path) -> 
     return folder
 
 
+@pytest.fixture(scope="session")
+def windowed_chat_model(tmp_path_factory: pytest.TempPathFactory, tiny_chat_model: Path) -> Path:
+    """Return the folder of a random Gemma 3 of two full and two sliding layers, with the same tokenizer."""
+    import torch
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    folder = tmp_path_factory.mktemp("windowed")
+    kinds = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+    config = Gemma3TextConfig(
+        vocab_size=49152,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        layer_types=kinds,
+        sliding_window=24,
+        max_position_embeddings=2048,
+        eos_token_id=2,
+        bos_token_id=1,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        Gemma3ForCausalLM(config).save_pretrained(folder)
+    for file in tiny_chat_model.iterdir():
+        if file.name.startswith(("tokenizer", "special_tokens", "vocab", "merges", "chat_template")):
+            shutil.copy(file, folder)
+    return folder
+
+
 POISON = 777
 """The token that makes NaN of whatever has it, in ``poisoned_chat_model``."""
 

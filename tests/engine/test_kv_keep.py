@@ -13,12 +13,13 @@ from equivalence.tiny_models import VOCAB_SIZE, save_tiny_model
 
 from pagefold.config import EngineConfig
 from pagefold.engine.build import build_engine
-from pagefold.engine.masking import kinds_of
+from pagefold.engine.masking import kinds_of, packing_keeps
 from pagefold.engine.namespace import namespace_of
 from pagefold.engine.planning import plan_engine
 from pagefold.errors import ConfigError, InvalidRequestError
 from pagefold.llm import LLM
 from pagefold.request import Caller
+from pagefold.runner.models import inspect_model
 from pagefold.sampling import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
@@ -93,6 +94,13 @@ def test_a_model_whose_layers_all_have_windows_is_refused(calibrated, tmp_path):
         plan_engine(replace(calibrated, model=str(windowed)))
 
 
+def test_windows_that_nothing_passes_are_none(calibrated, tmp_path):
+    folder = save_tiny_model("gemma2", tmp_path / "gemma2", dtype=torch.float32)
+    spec = inspect_model(folder)
+    assert spec.full_layers == tuple(range(spec.num_layers))
+    assert all(keep.packs for keep in packing_keeps(spec))
+
+
 @pytest.fixture
 def beside_windows(calibrated, tmp_path):
     """The config of an engine whose model has layers that attend to all tokens, and others with windows."""
@@ -165,7 +173,7 @@ def test_outputs_are_the_same_warm_and_cold_and_beams_are_refused(calibrated, kv
     assert shares[0] == shares[1]
     assert shares[0][2] is None  # none of it is old enough
     assert all(0.4 < share < 0.75 for share in shares[0][:2])
-    with pytest.raises(InvalidRequestError, match="keeps a share of older tokens only"):
+    with pytest.raises(InvalidRequestError, match="keeps shares of older tokens"):
         llm.generate(prompts[2], SamplingParams(use_beam_search=True, n=2, temperature=0.0, max_tokens=4))
 
 
@@ -197,7 +205,7 @@ def test_requests_ask_for_what_is_kept_and_exact_ones_are_those_of_a_server_with
     assert all(one.outputs[0].kept_share is None for one in warm)
     assert warm[0].num_cached_tokens > 1400
     for caller in (Caller(kv_keep=0.3), Caller(kv_quality="best"), Caller(kv_keep=0.5, kv_quality="exact")):
-        with pytest.raises(InvalidRequestError, match=r"this server offers 'exact' \(kv_keep 1\) or 'keep 0.5'"):
+        with pytest.raises(InvalidRequestError, match=r"this server offers 'exact' \(kv_keep 1.0\) or 'keep 0.5'"):
             llm.engine.check([5], GREEDY, caller)
 
 

@@ -46,8 +46,8 @@ def test_rules_are_the_masks_of_transformers(window, is_chunked):
     for q in range(3 * window + 5):
         seen = [k for k in range(q + 1) if sees(0, 0, q, k)]
         assert seen == list(range(rule.first_seen(q), q + 1))
-        assert first_seen.py_func(Keeps.of(rule), q) == rule.first_seen(q)
-        assert first_seen.py_func(Keeps.of(KEEP_ALL), q) == KEEP_ALL.first_seen(q) == 0
+        assert first_seen.py_func(Keeps.of(rule), 0, q) == rule.first_seen(q)
+        assert first_seen.py_func(Keeps.of(KEEP_ALL), 0, q) == KEEP_ALL.first_seen(q) == 0
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

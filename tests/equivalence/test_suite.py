@@ -72,7 +72,7 @@ def match_all_but_one_token(engine):
     def blurred(packed):
         return bytes(4) + packed[4:]
 
-    core.match = lambda namespace, packed, max_tokens: match(namespace, blurred(packed), max_tokens)
+    core.match = lambda namespace, packed, max_tokens, **kinds: match(namespace, blurred(packed), max_tokens, **kinds)
     core.publishing.promise = lambda cache, packed, num_tokens: promise(cache, blurred(packed), num_tokens)
 
 

@@ -129,6 +129,18 @@ def test_how_many_groups(num_windowed, num_full, num_groups, layers_each) -> Non
     assert max(len(group.layers) for group in layout.groups) == layers_each
 
 
+@pytest.mark.parametrize(("num_windowed", "num_full"), [(22, 4), (52, 10), (15, 3), (5, 5)])
+def test_what_is_packed_is_one_group_whatever_is_padding(num_windowed, num_full) -> None:
+    packed = KeepRule(256, is_chunked=True, num_before=1, packs=True)
+    layers = [LayerKV(4, 128, 128, keeps=KeepRule(512))] * num_windowed + [
+        LayerKV(4, 128, 128, keeps=packed)
+    ] * num_full
+    layout = lay_out(layers, CODECS["float16"])
+    (group,) = (group for group in layout.groups if group.keeps.packs)
+    assert group.layers == tuple(range(num_windowed, num_windowed + num_full))
+    assert {group.block_size for group in layout.groups} == {16}
+
+
 def test_a_window_that_nothing_passes_is_none() -> None:
     layers = [LayerKV(4, 64, 64, keeps=KeepRule(4096)), LayerKV(4, 64, 64)]
     assert len(lay_out(layers, CODECS["float16"], max_len=4096).groups) == 1

@@ -70,20 +70,9 @@ def test_the_scorer_is_the_ridge_of_all_rows(tiny_chat_model: Path, own_cache: P
 
 
 def test_beside_windows_the_other_layers_are_fitted_alone(
-    tiny_chat_model: Path, own_cache: Path, story: str, tmp_path: Path
+    windowed_chat_model: Path, own_cache: Path, story: str
 ) -> None:
-    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
-
-    folder = tmp_path / "windowed"
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-    kinds = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
-    config = Gemma3TextConfig(
-        **sizes, vocab_size=49152, num_hidden_layers=4, head_dim=8, layer_types=kinds, sliding_window=24,
-        max_position_embeddings=2048, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
-    Gemma3ForCausalLM(config).save_pretrained(folder)
-    for file in tiny_chat_model.glob("*token*"):
-        shutil.copy(file, folder)
+    folder = windowed_chat_model
     found = calibrate(folder, [story], num_contexts=2)
     scorer = found.scorer
     assert scorer.biases.isinf().tolist() == [[True, True], [False, False]] * 2

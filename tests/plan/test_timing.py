@@ -123,17 +123,30 @@ def test_without_peaks_a_saving_is_by_requests_at_once():
     assert technique.monthly_saving == pytest.approx(3 * 720 / 2, rel=1e-2)
 
 
+def shares_of(**asked) -> dict[str, float]:
+    made = planned(device=replace(H100, is_cpu=True), max_num_batched_tokens=512, **asked)
+    assert made.memory.num_new == 512
+    return {each.name: each.gain for each in made.techniques if "of older tokens" in each.name}
+
+
 def test_a_share_of_older_tokens_is_counted_as_it_is_packed():
     """Two chunks whole, a step's tokens, and of older chunks the share; nothing where all is of the last two chunks."""
-    made = planned(prompt=7000, output=1000, max_num_batched_tokens=512)
-    gains = {each.name: each for each in made.techniques if "of older tokens" in each.name}
+    gains = shares_of(prompt=7000, output=1000)
     num_older = 8000 // 256 - 1
     for name, share in (("50% of older tokens", 0.5), ("25% of older tokens", 0.25)):
-        whole = -(-(2 * 256 - 1 + (made.memory.num_new or 1)) // 16) + 2
-        packed = share * num_older * 16 + 16
-        assert gains[name].gain == pytest.approx(500 / (whole + packed), rel=0.01)
-    short = planned(prompt=300, output=100)
-    assert not [each for each in short.techniques if "of older tokens" in each.name]
+        whole = -(-(2 * 256 - 1 + 512) // 16) + 2
+        assert gains[name] == pytest.approx(500 / (whole + share * num_older * 16 + 16), rel=0.01)
+    assert not shares_of(prompt=300, output=100)
+    assert not [each for each in planned(prompt=7000, output=1000).techniques if "of older" in each.name], "of a card"
+    assert not shares_of(prompt=7000, output=1000, kv_cache_dtype="kivi2")
+
+
+def test_what_a_share_spares_of_a_prefix_that_is_held_once_is_spared_once():
+    """Beside a long prefix that all share, requests whose own tokens are few have nothing to drop."""
+    few = Workload(name="", lengths=(Lengths(7100, 100),), prefix_len=6700)
+    assert max(shares_of(prompt=0, output=0, workload=few).values(), default=1.0) < 1.2
+    alone = Workload(name="", lengths=(Lengths(7100, 100),))
+    assert min(shares_of(prompt=0, output=0, workload=alone).values()) > 1.4
 
 
 @pytest.mark.long

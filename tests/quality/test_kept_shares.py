@@ -61,6 +61,24 @@ def test_shares_alone_and_of_a_codec_are_measured_and_heeded(
         assert read_verdict(answer["fingerprint"], subject_of(one, "float32", mask="another"), own_cache) is None
 
 
+def test_beside_windows_what_the_other_layers_keep_is_counted(
+    windowed_chat_model: Path, own_cache: Path, story: Text, tmp_path: Path
+) -> None:
+    keep_random_scorer(windowed_chat_model)
+    file = tmp_path / "story.txt"
+    file.write_text(story.content)
+    asked = ["eval", str(windowed_chat_model), "--text", str(file), "--context-len", "900", "--num-contexts", "2"]
+    asked += ["--needles", "0", "--greedy-tokens", "4", "--dtype", "float32", "--kv-keep", "0.5", "--json"]
+    result = CliRunner().invoke(app, asked)
+    assert result.exit_code == 0, result.output
+    answer = json.loads(result.stdout)
+    (found,) = answer["settings"]
+    # Half of the layers keep all of 901 tokens, of which 512 are older, and the others a window of 24.
+    taken = found["bytes_per_token"] / answer["exact_bytes_per_token"]
+    most = 901 + 24
+    assert (most - 512 * 0.75) / most < taken < (most - 512 * 0.25) / most
+
+
 MASK = "mask abc keeps 0.5"
 
 

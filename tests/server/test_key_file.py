@@ -298,7 +298,11 @@ def test_a_served_key_file(tiny_chat_model, tmp_path):
         (FILE + "[[keys]]\n", [], "Line 19 of the key file"),
         (FILE, [], "Class gold has priority -10, but requests are served first come first served."),
         (FILE, ["--scheduling-policy", "priority", "--api-key", "sk-beta"], "given twice"),
-        (FILE + KEEPING, ["--scheduling-policy", "priority"], "Tenant gamma has kv_keep 0.5, and the server offers 1."),
+        (
+            FILE + KEEPING,
+            ["--scheduling-policy", "priority"],
+            "Tenant gamma has kv_keep 0.5, and the server offers 1.0.",
+        ),
         (None, [], "cannot be read: No such file"),
     ],
 )

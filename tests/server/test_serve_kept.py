@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from equivalence.packing_house import keep_random_scorer
-from local_server import PATIENCE_S, ProcessServer
+from local_server import PATIENCE_S, ProcessServer, start_cli
 
 from pagefold.masks.calibration import scorer_path
 
@@ -62,6 +62,45 @@ def test_usage_tells_what_was_kept(unknown_model: Path) -> None:
     assert cold["kv_kept_share"] == warm["kv_kept_share"] == last["usage"]["kv_kept_share"]
     assert "kv_kept_share" not in short["usage"]
     assert cold["kv_kept_share"] == pytest.approx(kept / granted, abs=1e-4)  # nobody else has packed
+
+
+def test_requests_ask_for_a_kind_on_every_route(unknown_model: Path) -> None:
+    keep_random_scorer(unknown_model)
+    flags = "--kv-keep", "1,0.5", *FLAGS[2:], "--admin-api-key", "sk-admin"
+    server = ProcessServer(str(unknown_model), *flags)
+    admin = {"Authorization": "Bearer sk-admin"}
+    talk, model = [{"role": "user", "content": "ahoy " * 900}], {"model": str(unknown_model), "max_tokens": 2}
+    asks = {
+        "/v1/completions": LONG,
+        "/v1/chat/completions": {"messages": talk, "max_tokens": 2},
+        "/v1/responses": {"input": "ahoy " * 900, "max_output_tokens": 16},
+        "/v1/messages": {"messages": talk, **model},
+        "/v1/cache/warm": {"prompt": LONG["prompt"]},
+    }
+    try:
+        for route, body in asks.items():
+            for kind in ({}, {"kv_keep": 0.5}, {"kv_quality": "keep 0.5"}, {"kv_quality": "exact", "kv_keep": 1}):
+                answer = server.http.post(route, json={**body, **kind}, headers=admin)
+                assert answer.status_code == 200, answer.text
+                if "completions" in route:
+                    is_kept = kind.get("kv_quality", "keep") != "exact" and bool(kind)
+                    assert ("kv_kept_share" in answer.json()["usage"]) == is_kept
+            for kind in ({"kv_keep": 0.3}, {"kv_quality": "best"}, {"kv_keep": "half"}, {"kv_keep": 0}):
+                answer = server.http.post(route, json={**body, **kind}, headers=admin)
+                assert answer.status_code == 400, answer.text
+                assert next(iter(kind)) in answer.text
+        warmed = server.http.post("/v1/completions", json={**LONG, "kv_keep": 0.5}, headers=admin).json()
+        assert warmed["usage"]["prompt_tokens_details"]["cached_tokens"] > 1000
+        stop(server)
+    finally:
+        server.close()
+
+
+def test_recordings_of_what_is_kept_are_refused_at_the_start(tmp_path: Path) -> None:
+    process = start_cli("serve", "no-model", "--kv-keep", "1,0.5", "--record-trace", str(tmp_path / "trace"))
+    said, _ = process.communicate(timeout=120)
+    assert process.returncode == 2
+    assert "Leave out --record-trace, or --kv-keep." in said
 
 
 @pytest.mark.long

@@ -107,6 +107,9 @@ def serve(
         if record_trace is not None and engine_config.has_slow_tiers:
             msg = "What slow tiers bring, and when, is not part of a recording yet."
             raise ConfigError(msg, remedy="Leave out --record-trace, or the disk and the remote store.")
+        if record_trace is not None and engine_config.masks:
+            msg = "What was kept of older tokens is not part of a recording yet."
+            raise ConfigError(msg, remedy="Leave out --record-trace, or --kv-keep.")
         prompts = [] if warm is None else _warm_prompts(warm)
         exit_code = _run(engine_config, server_config, prompts, began, _recorder(record_trace))
     except PagefoldError as error:
@@ -126,8 +129,8 @@ def _accounts(path: str | None, config: EngineConfig) -> tuple[Account, ...]:
     offered = config.kv_keep or (1.0,)
     other = next((account for account in accounts if account.kv_keep not in (None, *offered)), None)
     if other is not None:
-        shares = ", ".join(f"{share:g}" for share in offered)
-        msg = f"Tenant {other.tenant} has kv_keep {other.kv_keep:g}, and the server offers {shares}."
+        shares = ", ".join(map(str, offered))
+        msg = f"Tenant {other.tenant} has kv_keep {other.kv_keep}, and the server offers {shares}."
         raise ConfigError(msg, remedy="Add it to --kv-keep, or give the tenant what is offered.")
     return accounts
 

@@ -51,6 +51,6 @@ def kind_of(caller: Caller, kinds: Sequence[Kind]) -> Kind:
     field = "kv_quality" if caller.kv_keep is None else "kv_keep"
     asked = [f"kv_keep is {caller.kv_keep}"] if caller.kv_keep is not None else []
     asked += [f"kv_quality is {caller.kv_quality!r}"] if caller.kv_quality else []
-    offered = " or ".join(f"{kind.name!r} (kv_keep {kind.share:g})" for kind in kinds)
+    offered = " or ".join(f"{kind.name!r} (kv_keep {kind.share})" for kind in kinds)
     msg = f"{' and '.join(asked)}, and this server offers {offered}."
     raise InvalidRequestError(msg, param=field, remedy="Ask for what it offers, or leave it out.")

@@ -67,8 +67,7 @@ def check_masking(config: EngineConfig, spec: ModelSpec, not_fused: str) -> None
 def packing_keeps(spec: ModelSpec) -> tuple[KeepRule, ...]:
     """Return what each layer keeps: what it kept before, where it has a window."""
     rule = KeepRule(CHUNK, is_chunked=True, num_before=1, packs=True)
-    keeps = spec.keeps or (rule,) * spec.num_layers
-    return tuple(rule if keep.window is None else keep for keep in keeps)
+    return tuple(rule if layer in spec.full_layers else spec.keeps[layer] for layer in range(spec.num_layers))
 
 
 def check_groups(geometry: KVGeometry, spec: ModelSpec) -> None:

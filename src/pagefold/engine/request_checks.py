@@ -167,7 +167,7 @@ class RequestChecks:
             raise InvalidRequestError(msg, param=param, remedy="Ask for fewer beams, or for fewer stop_token_ids.")
         core = self._scheduler.core
         if core.packing.is_on:
-            msg = "use_beam_search is set, and this server keeps a share of older tokens only (kv_keep)."
+            msg = "use_beam_search is set, and this server keeps shares of older tokens (kv_keep)."
             raise InvalidRequestError(msg, param="use_beam_search", remedy="Leave it out.")
         num_all = self._capacity.max_model_len
         if sampling.max_tokens is not None:

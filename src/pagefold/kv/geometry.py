@@ -200,7 +200,8 @@ def lay_out(
 
     Layers of one kind (same shape, window, sinks) make groups of as many layers as there are of the rarest kind, or of
     fewer where that would leave more than a sixteenth of the memory as padding beyond what no cut avoids (62 layers of
-    which 10 are full make 11 groups of 6, not 7 of 10). Kinds with fewer bytes a token have more tokens a block. A
+    which 10 are full make 11 groups of 6, not 7 of 10). Layers whose older chunks are packed are one group, if they are
+    the rarest. Kinds with fewer bytes a token have more tokens a block. A
     layer with a codec of its own is of its kind all the same, and as many times as large as that codec makes it: a
     block that holds 5 layers in 16 bit holds 9 or 10 in 8. All blocks have the bytes of the largest group's; what is
     left in those of others is padding.
@@ -243,6 +244,8 @@ def lay_out(
         return 1 - sum(used(groups)) / (len(groups) * max(used(groups)))
 
     cuts = [cut(room) for room in _rooms(list(kinds.values()), sizes)]
+    in_one = [groups for groups in cuts if sum(group.keeps.packs for group in groups) <= 1]
+    cuts = in_one or cuts  # what is packed lies in one group, whatever is padding then
     least = min(map(padding, cuts))
     groups = next(groups for groups in cuts if padding(groups) <= least + _MAX_PADDING)
     bytes_per_block = max(used(groups))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from pagefold.errors import ConfigError
 from pagefold.kv import KeepRule
+from pagefold.kv.codec import plain_codec
 from pagefold.masks.rule import CHUNK
 from pagefold.plan.concurrency import Rounding
 from pagefold.plan.floors import prefill_operations, ttft_bound
@@ -285,27 +287,63 @@ def _tiers(
 
 
 def _kept_shares(now: _Now) -> list[Technique]:
-    """A share of older tokens is kept, of each layer that attends to all, and what is kept is shared as ever."""
-    layout, workload, num_new = now.memory.tightest.shard.layout, now.load.workload, now.memory.num_new
+    """A share of older tokens is kept, of the layers that attend to all, and what is kept is shared as ever."""
+    if not _packs(now):
+        return []
+    workload, load, device = now.load.workload, now.load, now.memory.tightest
     found = []
     for share, quality in _KEPT_SHARES:
-        kept = layout.num_state_blocks + workload.mean(partial(_packed_blocks, layout, num_new, share))
-        requests = now.load.rounding.full_blocks / kept
+        packed = partial(_packed_blocks, device.shard.layout, now.memory.num_new, share)
+        shared = [packed(lengths, workload.prefix_len) for lengths in workload.lengths] if workload.prefix_len else [0]
+        own = max(1.0, workload.mean(packed) - workload.prefix_share * sum(shared) / len(shared))
+        held = max(0, device.capacity.num_blocks - max(shared)) / own
+        requests = held / load.full_shared if load.full_shared else 1.0
         gain = _Gain(requests, now.throughput_of(now.memory, requests))
-        name, flags = f"{share:.0%} of older tokens", f"--kv-keep {share} (Pagefold, on CPUs)"
+        name, flags = f"{share:.0%} of older tokens", f"--kv-keep {share}"
         note = f"of what is older than {CHUNK} to {2 * CHUNK} tokens, by layer and KV head; prefixes are shared"
         found += _technique(name, gain, quality=quality, flags=flags, note=note)
     return found
 
 
-def _packed_blocks(layout: CacheLayout, num_new: int | None, share: float, lengths: Lengths) -> int:
-    """Return the blocks of a request of which a share of older tokens is kept, where layers attend to all of them."""
-    num_tokens, num_blocks = sum(lengths), 0
+def _packs(now: _Now) -> bool:
+    """Whether our own server takes ``kv_keep`` there, as far as a config tells."""
+    memory, layers = now.memory, now.memory.layout.layers
+    full = [group for group in memory.layout.groups if group.keeps.window is None]
+    is_plain = memory.weight_dtype.bits >= 16 and not memory.codec.channel_tokens  # noqa: PLR2004 - not quantized
+    is_alone = len(memory.layout.groups) == 1 or memory.codec == plain_codec(memory.codec.key_bytes(1))
+    return (
+        now.question.device.is_cpu
+        and is_plain
+        and is_alone
+        and len(full) == 1
+        and CHUNK % full[0].block_size == 0
+        and all(layer.value_dim for layer in layers)
+    )
+
+
+def _packed_blocks(
+    layout: CacheLayout, num_new: int | None, share: float, lengths: Lengths, num_first: int | None = None
+) -> int:
+    """Return the blocks of a request of which a share of older tokens is kept, where layers attend to all of them.
+
+    Args:
+        layout: of the KV.
+        num_new: how many tokens a step writes; None for one.
+        share: that is kept.
+        lengths: of the request.
+        num_first: count only what so many first tokens take of layers that attend to all, when it is at its end.
+    """
+    num_tokens, num_blocks = sum(lengths), layout.num_state_blocks if num_first is None else 0
     for group in layout.groups:
-        whole = group.num_blocks_for(num_tokens, num_new)
-        if group.keeps.window is None and CHUNK % group.block_size == 0:
-            whole = min(whole, _PACKED.num_blocks_for(num_tokens, num_new or 1, group.block_size, share))
-        num_blocks += whole
+        if group.keeps.window is not None:
+            num_blocks += group.num_blocks_for(num_tokens, num_new) if num_first is None else 0
+        elif num_first is None:
+            whole = group.num_blocks_for(num_tokens, num_new)
+            num_blocks += min(whole, _PACKED.num_blocks_for(num_tokens, num_new or 1, group.block_size, share))
+        else:
+            first = min(num_first, lengths.prompt - 1) // group.block_size
+            packed = min(first * group.block_size // CHUNK, _PACKED.num_packed(num_tokens)) * CHUNK // group.block_size
+            num_blocks += first - packed + math.ceil(share * packed)
     return num_blocks
 
 

@@ -73,11 +73,13 @@ class Subject:
         """
         num_bytes = self._geometry.layout.num_bytes_for(self._longest)
         if self._kept_shares:
-            (rule,) = (group.keeps for group in self._geometry.groups)
-            assert rule.window is not None, "chunks have a size"
-            num_older = rule.num_packed(self._longest) * rule.window
+            group, layout = self._geometry.packing, self._geometry.layout
+            assert group is not None, "what was kept was packed"
+            assert group.keeps.window is not None, "chunks have a size"
+            num_older = group.keeps.num_packed(self._longest) * group.keeps.window
             removed = 1 - sum(self._kept_shares) / len(self._kept_shares)
-            num_bytes -= round(removed * num_older * self._geometry.bytes_per_token)
+            packed = sum(layer.bytes_per_token(layout.codec) for layer in layout.layers if layer.keeps.packs)
+            num_bytes -= round(removed * num_older * packed)
         return round(num_bytes / self._longest)
 
     def begin(self, token_ids: Sequence[int]) -> None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from pagefold.errors import ModelNotFoundError, UnsupportedModelError
 from pagefold.files.json_object import read_json_object
 from pagefold.files.weights import find_weight_files, num_elements, read_header
+from pagefold.kv import KEEP_ALL
 from pagefold.memory.limit import MAX_ROPE_POSITIONS, Limit
 from pagefold.runner.fused.families import FusedConfig, read_fused_config
 from pagefold.runner.kept_layers import WINDOWED_THROUGHOUT, read_kept_layers
@@ -116,10 +117,10 @@ class ModelSpec:
 
     @property
     def full_layers(self) -> tuple[int, ...]:
-        """The layers that attend to all tokens before a token, ascending."""
-        if not self.keeps:
-            return tuple(range(self.num_layers))
-        return tuple(layer for layer, keep in enumerate(self.keeps) if keep.window is None)
+        """The layers that attend to all tokens before a token, ascending; a window that none passes is none."""
+        longest = self.windowed_limit.length
+        keeps = self.keeps or (KEEP_ALL,) * self.num_layers
+        return tuple(layer for layer, keep in enumerate(keeps) if keep.window is None or keep.window >= longest)
 
     def keeps_within(self, max_len: int) -> tuple[KeepRule, ...]:
         """Return what each layer keeps of sequences of at most ``max_len`` tokens; empty where all keep all of them."""

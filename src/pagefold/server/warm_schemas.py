@@ -50,7 +50,8 @@ class WarmRequest(RequestBody):
         messages: the beginning of a chat; instead of ``prompt``.
         tenant: the tenant whose requests find it; without it those whom no key file names.
         cache_salt: for requests that bring this one.
-        kv_keep, kv_quality: for requests that ask for this kind of blocks.
+        kv_keep: for requests of which so large a share of older tokens is kept; without it the default is warmed.
+        kv_quality: the same by name.
         pin: whether it is kept from being evicted.
         ttl_s: seconds until the pin ends by itself; never if it is not there.
         retention_priority: of the pin, 0 to 100. It halves every ``--pin-half-life``; when memory is short the least

@@ -124,7 +124,12 @@ class Question:
     def _check_keep(self, share: float) -> None:
         if not 0 < share < 1:
             raise _bad("kv_keep", share, "above 0 and below 1; left out, all is kept")
-        others = {"--cache-only": self.is_cache_only, "--bounds": self.with_bounds, "tiers": self.tiers.host_tokens}
+        others = {
+            "--cache-only": self.is_cache_only,
+            "--bounds": self.with_bounds,
+            "--curve": self.sample_rate is not None,
+            "tiers": self.tiers.host_tokens,
+        }
         beside = next((name for name, is_set in others.items() if is_set), None)
         if beside is not None:
             msg = f"kv_keep does not go with {beside}."
@@ -138,6 +143,10 @@ class Question:
         blocks = lru_curve(self.requests, block_size=size).num_blocks
         longest = max(request.prompt_tokens + request.output_tokens for request in self.requests)
         least = 1 if self.is_cache_only else -(-longest // size) + 1
+        if self.kv_keep is not None:
+            rules, num_new = packing_rules(self.rules, size), self.limits.max_num_batched_tokens
+            needed = sum(rule.num_blocks_for(longest, num_new, size) for rule in rules)
+            least = max(least, -(-needed // len(rules)) + 1)
         return tuple(sorted({max(least, blocks // share) * size for share in _SHARES}))
 
 

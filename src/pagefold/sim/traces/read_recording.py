@@ -243,7 +243,7 @@ class _Reader:
 def _rule(value: object) -> KeepRule:
     num_sinks: object = 0
     if isinstance(value, list) and len(value) == 4 and value[1] is True:  # noqa: PLR2004 - chunks that are seen whole
-        msg = "its server kept a share of older tokens (kv_keep), which is not simulated yet"
+        msg = "its server kept a share of older tokens (kv_keep), and what was kept is not recorded"
         raise ValueError(msg)
     if isinstance(value, list) and len(value) == 3:  # noqa: PLR2004 - sinks are told of where there are any
         *value, num_sinks = value
