@@ -79,10 +79,13 @@ def test_beside_windows_the_other_layers_are_fitted_alone(
     assert [bool(weights.any()) for weights in scorer.weights] == [False, True, False, True]
     assert found.found_on.explained[1] <= found.found_on.explained[0] <= found.found_on.explained[2]
     model, tokenizer = WatchedModel(folder), Tokenizer(folder)
-    got = attention_got(model, own := _contexts([story], tokenizer, 1280, 2)[0], recitals(own, tokenizer))
-    assert not got.natural[0].any()  # no window reaches so far back
-    scores = torch.cat([scorer.scores(layer, got.hidden[layer])[:, 4:] for layer in (1, 3)])
-    assert float((scores >= scorer.thresholds(0.5)[1, 0]).float().mean()) == pytest.approx(0.5, abs=0.05)
+    scores = []
+    for own in _contexts([story], tokenizer, 1280, 2):
+        got = attention_got(model, own, recitals(own, tokenizer))
+        assert not got.natural[0].any()  # no window reaches so far back
+        scores += [scorer.scores(layer, got.hidden[layer])[:, 4:] for layer in (1, 3)]
+    kept = torch.cat(scores, dim=1) >= scorer.thresholds(0.5)[1, 0]
+    assert float(kept.float().mean()) == pytest.approx(0.5, abs=0.02)
 
 
 def test_calibrating_twice_finds_the_same(tiny_chat_model: Path, own_cache: Path, story: str) -> None:

@@ -84,6 +84,14 @@ def test_a_message(tiny, client):
         assert usage.input_tokens + usage.cache_read_input_tokens + usage.cache_creation_input_tokens == count
 
 
+@pytest.mark.parametrize("asks", [{"kv_keep": 2.0}, {"kv_keep": 0.5}, {"kv_quality": "best"}])
+def test_a_kind_that_is_not_offered_is_not_counted_for(tiny, asks):
+    for path in ("/v1/messages", "/v1/messages/count_tokens"):
+        answer = tiny.http.post(path, json={"model": "tiny", "messages": HI, "max_tokens": 2, **asks})
+        assert answer.status_code == 400, answer.text
+        assert next(iter(asks)) in answer.json()["error"]["message"]
+
+
 def test_counting_refuses_what_a_message_is_refused_for(tiny):
     body = {"model": "tiny", "max_tokens": 1, "messages": HI, "returns_in_s": -1}
     told = [tiny.http.post(path, json=body) for path in ("/v1/messages", "/v1/messages/count_tokens")]

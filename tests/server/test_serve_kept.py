@@ -75,6 +75,7 @@ def test_requests_ask_for_a_kind_on_every_route(unknown_model: Path) -> None:
         "/v1/chat/completions": {"messages": talk, "max_tokens": 2},
         "/v1/responses": {"input": "ahoy " * 900, "max_output_tokens": 16},
         "/v1/messages": {"messages": talk, **model},
+        "/v1/messages/count_tokens": {"messages": talk},
         "/v1/cache/warm": {"prompt": LONG["prompt"]},
     }
     try:

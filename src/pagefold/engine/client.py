@@ -33,6 +33,13 @@ class EngineClient(Protocol):
     def max_model_len(self) -> int:
         """Longest prompt and output together, in tokens."""
 
+    def check_kind(self, caller: Caller) -> None:
+        """See that the engine offers the kind of blocks that a caller asks for.
+
+        Raises:
+            InvalidRequestError: it does not.
+        """
+
     @property
     def context(self) -> Limit:
         """The same, with what ends it there, where a setting does."""

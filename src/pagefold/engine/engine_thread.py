@@ -79,6 +79,10 @@ class EngineThread:
         """See :class:`~pagefold.engine.client.EngineClient`."""
         return self._engine.capacity.max_model_len
 
+    def check_kind(self, caller: Caller) -> None:
+        """See :class:`~pagefold.engine.client.EngineClient`."""
+        self._engine.limits.kind_of(caller)
+
     @property
     def context(self) -> Limit:
         """See :class:`~pagefold.engine.client.EngineClient`."""

@@ -49,6 +49,10 @@ class LateEngine:
         """See :class:`~pagefold.engine.client.EngineClient`."""
         return self._arrived().max_model_len
 
+    def check_kind(self, caller: Caller) -> None:
+        """See :class:`~pagefold.engine.client.EngineClient`."""
+        self._arrived().check_kind(caller)
+
     @property
     def context(self) -> Limit:
         """See :class:`~pagefold.engine.client.EngineClient`."""

@@ -64,7 +64,8 @@ def message_routes(served: Served) -> APIRouter:
     async def count_tokens(asked: CountRequest, request: Request) -> dict[str, int]:
         """Count the tokens of a prompt in Anthropic's form."""
         served.admit(asked, request)
-        asked.caller(account_of(request.scope))  # refuses what a message would be refused for
+        caller = asked.caller(account_of(request.scope))  # refuses what a message would be refused for
+        served.client.check_kind(caller)
         want = wanted(asked.asked_tools(), asked.structured(), served)
         options = asked.chat_options()
         chat = await served.prepare_chat(asked.chat(), want.tools, options=options, receive=request.receive)
