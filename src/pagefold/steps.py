@@ -58,10 +58,6 @@ class PromptPart(NamedTuple):
     num_top: int
 
 
-NO_MASK = -1
-"""Of a row that sees all of its tokens, where others have masks."""
-
-
 class DraftedRow(NamedTuple):
     """A row whose last tokens are drafts: guesses of what the row would sample, computed before that is known.
 

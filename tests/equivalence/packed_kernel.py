@@ -11,13 +11,12 @@ import torch
 
 from equivalence.coded_cases import some_constants
 from equivalence.packed_cases import NUM_SINKS, Holder, Run
-from pagefold.kv import CODECS, KEEP_ALL, KeepRule, KVGeometry
+from pagefold.kv import CODECS, KEEP_ALL, NO_MASK, KeepRule, KVGeometry
 from pagefold.runner.attention.cpu import CpuAttention
 from pagefold.runner.attention.packed import KeptUnits, PackedInputs
 from pagefold.runner.codec_slab import CodecSlab
 from pagefold.runner.codecs import CELL_CODECS
 from pagefold.runner.slab import PAIRS_LAYOUT, Slab
-from pagefold.steps import NO_MASK
 
 __all__ = ["TOKEN_CODECS", "as_stored", "run_kernel"]
 

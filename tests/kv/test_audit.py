@@ -29,7 +29,7 @@ from pagefold.kv import (
 )
 from pagefold.kv.block import Block, BlockId, Node, PackedChunk
 from pagefold.kv.held_block import HeldBlock
-from pagefold.kv.keep import KeepRule
+from pagefold.kv.keep import NO_MASK, KeepRule
 from pagefold.kv.keep_rules import KeepRules
 from pagefold.kv.names import BlockName
 from pagefold.kv.packing import Packed
@@ -416,7 +416,7 @@ def packed_block_twice(cache: SequenceCache, _: list[Node]) -> None:
 
 
 def cache_that_keeps_others_than_its_path(world: World) -> None:
-    world.cache.keeps_all = True
+    world.cache.mask = NO_MASK
 
 
 def packed_and_no_group_packs(world: World) -> None:

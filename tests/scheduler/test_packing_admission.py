@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pagefold.events import ChunksPacked
-from pagefold.kv import KeepRule, KVCore, Packed, PinLimits, audit
+from pagefold.kv import NO_MASK, KeepRule, KVCore, Packed, PinLimits, audit
 from pagefold.request import Request, StopRule, WarmUp
 from pagefold.sampling import SamplingParams
 from pagefold.scheduler import Scheduler, SchedulerLimits
@@ -21,22 +21,23 @@ class World:
 
     Args:
         num_blocks, budget: of the device, and tokens a step.
-        num_kept: blocks of a chunk that stay, of 16.
+        num_kept: blocks of a chunk that stay, of 16; for each mask so many, where there are several.
     """
 
-    def __init__(self, num_blocks: int, budget: int, num_kept: int) -> None:
+    def __init__(self, num_blocks: int, budget: int, *num_kept: int) -> None:
         self.events: list[object] = []
         self.core = KVCore(num_blocks, block_size=SIZE, rules=[RULE], pin_limits=PinLimits(0.5))
         self.scheduler = Scheduler(self.core, SchedulerLimits(16, budget), emit=self.events.append)
         self.num_kept = num_kept
         self.num_added = 0
 
-    def add(self, length: int, num_outputs: int = 1, *, pins: bool = False) -> Request:
+    def add(self, length: int, num_outputs: int = 1, *, pins: bool = False, mask: int = 0) -> Request:
         self.num_added += 1
         tokens = [self.num_added, *range(100, 99 + length)]
         request = Request(
-            f"r{self.num_added}", tokens, GREEDY, stop=StopRule(frozenset(), length + num_outputs), namespace=b"n",
-            seed=0, warm_up=WarmUp(pin=True, ttl_s=None, retention_priority=1) if pins else None,
+            f"r{self.num_added}", tokens, GREEDY, stop=StopRule(frozenset(), length + num_outputs),
+            namespace=b"n%d" % mask, seed=0, mask=mask,
+            warm_up=WarmUp(pin=True, ttl_s=None, retention_priority=1) if pins else None,
         )  # fmt: skip
         self.scheduler.add(request)
         return request
@@ -44,7 +45,10 @@ class World:
     def step(self) -> StepPlan:
         plan = self.scheduler.schedule(0.0)
         if plan.num_rows:
-            packed = [[Packed(self.num_kept, None)] * (len(granted) * SIZE // CHUNK) for granted in plan.granted]
+            packed = [
+                [Packed(self.num_kept[plan.mask_of[row]], None)] * (len(granted) * SIZE // CHUNK)
+                for row, granted in zip(plan.packing_rows, plan.granted, strict=True)
+            ]
             self.scheduler.apply(StepResult([0] * len(plan.sampling_rows), packed=packed))
         audit(self.core)
         return plan
@@ -57,11 +61,11 @@ class World:
 @pytest.mark.parametrize("budget", [512, 2048])
 def test_nobody_waits_for_what_pins_keep(budget):
     """What is expected fits, and what the first step is granted does not, but for pins: these go."""
-    world = World(300, budget, num_kept=4)
+    world = World(300, budget, 4)
     for _ in range(3):
         world.add(2000)
         world.run()
-    assert world.core.packing.expected_share < 0.35
+    assert world.core.packing.expected_share(0) < 0.35
     world.core.forgetting.reset()
     for _ in range(4):
         world.add(480, pins=True)
@@ -84,13 +88,24 @@ def test_more_run_where_little_is_kept():
     assert most[4] > 1.5 * most[16]
 
 
+def test_what_is_expected_of_one_mask_says_nothing_of_another():
+    world = World(700, 512, 14, 4)
+    for mask in (0, 1):
+        world.add(2500, mask=mask)
+        world.run()
+    shares = [world.core.packing.expected_share(mask) for mask in (0, 1, 2, NO_MASK)]
+    assert shares == [14 / 16 + 0.05, 4 / 16 + 0.05, 1.0, 1.0]
+    needs = [world.core.num_blocks_for(2500, 512, is_expected=True, mask=mask) for mask in (0, 1, NO_MASK)]
+    assert needs[1] < min(needs[0], needs[2]) < 700
+
+
 def test_who_runs_short_of_what_was_expected_is_preempted_and_ends():
-    world = World(400, 512, num_kept=2)
+    world = World(400, 512, 2)
     for _ in range(2):
         world.add(2000)
         world.run()
     world.core.forgetting.reset()
-    world.num_kept = 16  # and then all is kept
+    world.num_kept = (16,)  # and then all is kept
     requests = [world.add(2000, 20) for _ in range(4)]
     world.run()
     assert sum(request.num_preemptions for request in requests) > 0
@@ -98,7 +113,7 @@ def test_who_runs_short_of_what_was_expected_is_preempted_and_ends():
 
 
 def test_it_is_told_how_much_was_kept():
-    world = World(300, 512, num_kept=5)
+    world = World(300, 512, 5)
     world.add(1100)
     world.run()
     told = [event for event in world.events if isinstance(event, ChunksPacked)]
@@ -109,7 +124,7 @@ def test_it_is_told_how_much_was_kept():
 
 
 def test_what_is_corrupted_is_not_packed():
-    world = World(300, 512, num_kept=5)
+    world = World(300, 512, 5)
     request = world.add(1300)
     for _ in range(2):
         world.step()

@@ -46,6 +46,7 @@ from pagefold.events import DraftsVerified, Event, PinDropped, PrefixLookup, Req
 from pagefold.kv import (
     KEEP_ALL,
     NO_HOST,
+    NO_MASK,
     NO_RESIDUALS,
     BlockTable,
     HostTier,
@@ -62,7 +63,6 @@ from pagefold.sampling import SamplingParams
 from pagefold.scheduler import SCHEDULING_POLICIES, Scheduler, SchedulerLimits
 from pagefold.scheduler.suspicion import MAX_FAILED_IN_A_ROW
 from pagefold.sim.shadow_runner import VOCAB_SIZE, ShadowRunner, alone, cells_of
-from pagefold.steps import NO_MASK
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -467,8 +467,8 @@ class Machine:
         for request in corrupted:
             assert request.is_aborted
             assert request.finish_reason is not None
-            namespace, keeps_all = request.namespace, request.keeps_all
-            hit = self.core.match(namespace, request.packed(), request.num_tokens, keeps_all=keeps_all)
+            namespace, mask = request.namespace, request.mask
+            hit = self.core.match(namespace, request.packed(), request.num_tokens, mask=mask)
             assert len(hit.nodes) <= max((_num_common_blocks(request, one) for one in drafting), default=0)
             assert not hit.held
             assert request.cache is None or request.cache.tail is None
@@ -917,7 +917,7 @@ class Machine:
         num_loaded = sum(request.num_loaded_tokens.values())  # when it was admitted first
         self._saw("host hit", bool(request.cache.num_loaded_tokens))
         self._saw("begins packed", bool(request.cache.chunks))
-        if request.keeps_all:
+        if request.mask == NO_MASK:
             rule, start = self.core.rules.packing, request.num_computed_tokens
             self._saw("begins with what others would pack", rule.num_packed(start) > 0)
         self._saw("what a preemption kept", after_preemption and num_hit_tokens > 0)

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from pagefold.engine.kinds import EXACT, Kind
 from pagefold.engine.namespace import namespace_of
 from pagefold.errors import ConfigError, NotCalibratedError
-from pagefold.kv import KeepRule
+from pagefold.kv import NO_MASK, KeepRule
 from pagefold.masks.rule import CHUNK
-from pagefold.steps import NO_MASK
 
 if TYPE_CHECKING:
     from pagefold.config import EngineConfig

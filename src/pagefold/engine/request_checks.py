@@ -79,9 +79,9 @@ class RequestChecks:
         core = self._scheduler.core
         core.pins.expire(request.arrival_s)
         num_blocks = request.num_prompt_tokens // core.block_size
-        packed, keeps_all = request.packed(), request.keeps_all
-        known = core.match(request.namespace, packed, request.num_prompt_tokens, keeps_all=keeps_all).nodes
-        num_new = core.pins.num_new_blocks(known, num_blocks, keeps_all=keeps_all)
+        packed, mask = request.packed(), request.mask
+        known = core.match(request.namespace, packed, request.num_prompt_tokens, mask=mask).nodes
+        num_new = core.pins.num_new_blocks(known, num_blocks, mask=mask)
         if core.pins.num_blocks + num_new > core.pins.max_blocks:
             msg = (
                 f"{core.pins.num_blocks} of at most {core.pins.max_blocks} blocks are pinned, and this prompt would "

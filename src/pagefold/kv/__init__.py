@@ -9,7 +9,7 @@ from pagefold.kv.eviction import EvictionPolicy, KeyPolicy, RequestFacts
 from pagefold.kv.fetches import Fetch
 from pagefold.kv.geometry import CacheGroup, CacheLayout, KVGeometry, LayerKV, lay_out
 from pagefold.kv.host_tier import NO_HOST, HostTier
-from pagefold.kv.keep import KEEP_ALL, KeepRule
+from pagefold.kv.keep import KEEP_ALL, NO_MASK, KeepRule
 from pagefold.kv.names import BlockName, root_digest
 from pagefold.kv.namespace import Namespace
 from pagefold.kv.ops import NO_HOST_OPS, CopyOp, FetchOp, HostOps, LoadOp, ResidualCopy, StoreOp, WriteOp
@@ -31,6 +31,7 @@ __all__ = [
     "KV_CACHE_DTYPES",
     "NO_HOST",
     "NO_HOST_OPS",
+    "NO_MASK",
     "NO_RESIDUALS",
     "NO_SLOW_TIERS",
     "POLICIES",

@@ -137,7 +137,7 @@ def _audit_tree(core: KVCore) -> dict[int, Node]:
 
 def _audit_packed(core: KVCore, node: Node, published: dict[int, Node]) -> bool:
     """Check what a node has of a packed chunk. Return whether its blocks are idle."""
-    rule = core.rules.of(keeps_all=node.root.keeps_all).packing
+    rule = core.rules.of(node.root.mask).packing
     where, end = f"the node of blocks {node.blocks}", (node.depth + 1) * core.block_size
     packed = node.packed
     if packed is None:
@@ -156,7 +156,7 @@ def _audit_packed(core: KVCore, node: Node, published: dict[int, Node]) -> bool:
 
 def _may_go(core: KVCore, node: Node, group: int) -> bool:
     """Whether a node may be there without its block of a group: the group leaves tokens behind, and no sinks there."""
-    rules = core.rules.of(keeps_all=node.root.keeps_all)
+    rules = core.rules.of(node.root.mask)
     return rules[group].trims and not rules.is_sink(node.depth, group)
 
 
@@ -200,7 +200,7 @@ def _audit_tables(core: KVCore) -> None:
         _check(not cache.streams or not cache.num_published, "a cache that streams has published blocks")
         _check(len(path) == cache.num_published, f"{cache.num_published=}, and the path has {len(path)} nodes")
         if cache.tail is not None:
-            _check(cache.tail.root.keeps_all == cache.keeps_all, "a cache keeps others than its path")
+            _check(cache.tail.root.mask == cache.mask, "a cache keeps others than its path")
             _audit_ends(core, cache)
         _audit_chunks(core, cache, path)
         for group, table in enumerate(cache.tables):
@@ -210,7 +210,7 @@ def _audit_tables(core: KVCore) -> None:
 
 def _audit_chunks(core: KVCore, cache: SequenceCache, path: list[Node]) -> None:
     """A cache's packed chunks are those of its path, as far as that is published, and it has the others whole."""
-    rules = core.rules.of(keeps_all=cache.keeps_all)
+    rules = core.rules.of(cache.mask)
     rule = rules.packing
     if rule is None:
         _check(not cache.chunks and not cache.granted, "a cache has packed chunks, and none of its groups packs")
@@ -233,7 +233,7 @@ def _audit_chunks(core: KVCore, cache: SequenceCache, path: list[Node]) -> None:
 def _audit_ends(core: KVCore, cache: SequenceCache) -> None:
     """Whoever goes on behind what a cache has published finds there what each group keeps."""
     num_blocks = max(cache.num_published, cache.num_begun)  # what was loaded is published later
-    rules = core.rules.of(keeps_all=cache.keeps_all)
+    rules = core.rules.of(cache.mask)
     for group, (table, rule) in enumerate(zip(cache.tables, rules, strict=True)):
         first = rule.first_block(num_blocks, core.block_size) if rule.trims else table.num_trimmed
         what = f"group {group} begins at {table.num_trimmed}, and who goes on behind {num_blocks} needs block {first}"
@@ -241,7 +241,7 @@ def _audit_ends(core: KVCore, cache: SequenceCache) -> None:
 
 
 def _audit_table(core: KVCore, cache: SequenceCache, path: list[Node], group: int) -> None:
-    table, rule = cache.tables[group], core.rules.of(keeps_all=cache.keeps_all)[group]
+    table, rule = cache.tables[group], core.rules.of(cache.mask)[group]
     ids, first = table.block_ids, table.num_trimmed
     _check(not first or rule.trims, f"group {group} keeps all, and {first} blocks are gone")
     num_sink_blocks = rule.num_sink_blocks(core.block_size)
@@ -300,7 +300,7 @@ def _audit_landmarks(core: KVCore) -> None:
     for landmark in landmarks:
         node = landmark.node
         _check(node.attached and node.committed and landmarks.at(node) is landmark, "a landmark is nowhere")
-        path, rules = set(_nodes_between(node.root, node)), core.rules.of(keeps_all=node.root.keeps_all)
+        path, rules = set(_nodes_between(node.root, node)), core.rules.of(node.root.mask)
         for block in landmark.blocks:
             _check(block.node in path, f"{block}: kept by a landmark of another path")
             _check(rules[block.group].trims, f"{block}: kept by a landmark, and its group keeps all")

@@ -147,7 +147,7 @@ class Node:
         digest: names the node's whole path outside the device (see ``names.py``); empty until somebody asks.
         reuse_hint: whether it will be used again, as its last user believed; None for not said. No promise.
         packed: what was kept of the chunk whose last node it is; None of any other, and until that is packed.
-        keeps_all: of a root: whether its paths keep all, where others have chunks packed.
+        mask: of a root: by which mask its paths keep older tokens, where those are packed; ``NO_MASK`` for all of them.
     """
 
     __slots__ = (
@@ -161,9 +161,9 @@ class Node:
         "digest",
         "evictable",
         "index_slot",
-        "keeps_all",
         "key",
         "last_used",
+        "mask",
         "num_hits",
         "packed",
         "parent",
@@ -196,7 +196,7 @@ class Node:
         self.digest = b""
         self.reuse_hint: bool | None = None
         self.packed: PackedChunk | None = None
-        self.keeps_all = False
+        self.mask = 0
         self.index_slot = 0
 
     def put(self, group: int, block: Block | None) -> None:

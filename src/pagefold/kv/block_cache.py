@@ -215,11 +215,7 @@ class BlockCache:
         if block is not None:
             return block
         if broken is not None:
-            if (
-                broken.attached
-                and broken.evictable
-                and not self._rules.of(keeps_all=broken.root.keeps_all).is_whole(broken)
-            ):
+            if broken.attached and broken.evictable and not self._rules.of(broken.root.mask).is_whole(broken):
                 return broken
             self._broken = None
         one = windows.kept_block() or self.policy.victim() or windows.firm_block() or windows.idle_block()

@@ -179,7 +179,7 @@ class KVCore:
         """Share of blocks held by sequences or transfers, 0 to 1."""
         return self.num_active / self.pool.num_blocks
 
-    def match(self, namespace: bytes, packed: bytes, max_tokens: int, *, keeps_all: bool = False) -> PrefixHit:
+    def match(self, namespace: bytes, packed: bytes, max_tokens: int, mask: int = 0) -> PrefixHit:
         """Find the longest known prefix of ``packed``, of at most ``max_tokens`` tokens. Writes nothing, pins nothing.
 
         Args:
@@ -187,9 +187,10 @@ class KVCore:
             packed: the tokens, 4 bytes each.
             max_tokens: a bound; a request passes its length less one, since its last token must be computed to
                 know the next.
-            keeps_all: whether the sequence keeps all, where others have chunks packed. Of a namespace all do, or none.
+            mask: by which mask the sequence keeps older tokens, where those are packed; ``NO_MASK`` for all of them.
+                Of a namespace all are kept by one.
         """
-        return self._prefixes.match(namespace, packed, max_tokens, keeps_all=keeps_all)
+        return self._prefixes.match(namespace, packed, max_tokens, mask=mask)
 
     def worth(self, hit: PrefixHit) -> PrefixHit:
         """Return ``hit`` without what the host holds, where computing that is sooner than restoring it.
@@ -234,19 +235,19 @@ class KVCore:
         self.blocks.next_tick()
         nodes = attached_part(hit.nodes)
         cache = SequenceCache(len(self.rules), None)
-        cache.keeps_all = hit.keeps_all
+        cache.mask = hit.mask
         self.caches.add(cache)
         self.lodgers.on_acquire(cache)
         nodes = self._prefixes.begin(cache, nodes, hit)
         if self.publishes:
-            cache.tail = nodes[-1] if nodes else self.tree.root(hit.namespace, keeps_all=hit.keeps_all)
+            cache.tail = nodes[-1] if nodes else self.tree.root(hit.namespace, mask=hit.mask)
         if nodes:
             self.uses.note(nodes)
         cache.num_published = len(nodes)
         num_tokens = len(nodes) * self.block_size + self._prefixes.go_on(cache, nodes, hit)
         cache.num_begun = num_tokens // self.block_size
         cache.capacity = cache.tables[0].end * self.block_size
-        if self.publishes and self.rules.of(keeps_all=hit.keeps_all).trimmed:
+        if self.publishes and self.rules.of(hit.mask).trimmed:
             cache.marks = self._marks(hit, num_tokens, message_ends, is_return=is_return)
         return cache, num_tokens
 
@@ -279,7 +280,7 @@ class KVCore:
         cache: SequenceCache | None = None,
         *,
         is_expected: bool = False,
-        keeps_all: bool = False,
+        mask: int = 0,
     ) -> int:
         """Return how many blocks of the device a sequence takes at most at once until it has ``num_tokens``.
 
@@ -288,10 +289,10 @@ class KVCore:
             num_new: the most that one step computes of it.
             cache: what it has already, if it has begun; that is not counted.
             is_expected: whether as much of older chunks is kept as has been of others; else all may be.
-            keeps_all: whether it keeps all, where others have chunks packed.
+            mask: by which mask it keeps older tokens, where those are packed; ``NO_MASK`` for all of them.
         """
-        kept_share = self.packing.expected_share if is_expected and self.packing.is_on else 1.0
-        rules = self.rules.of(keeps_all=keeps_all)
+        kept_share = self.packing.expected_share(mask) if is_expected and self.packing.is_on else 1.0
+        rules = self.rules.of(mask)
         num_blocks = rules.num_blocks_for(num_tokens, num_new, cache, kept_share)
         return num_blocks if cache is None else self.lodgers.growth(cache, num_tokens, num_blocks)
 
@@ -327,7 +328,7 @@ class KVCore:
         """
         assert cache.promise is None, "a cache forks between steps"
         twin = SequenceCache(len(cache.tables), cache.tail)
-        twin.keeps_all = cache.keeps_all
+        twin.mask = cache.mask
         self._holding.share(cache, twin)
         twin.capacity = cache.capacity
         twin.num_published = cache.num_published

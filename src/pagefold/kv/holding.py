@@ -47,7 +47,7 @@ class Holding:
 
     def take(self, cache: SequenceCache, nodes: list[Node]) -> None:
         """Let the tables of ``cache`` begin with the blocks of ``nodes``, as far as they are kept."""
-        rules = self._rules.of(keeps_all=cache.keeps_all)
+        rules = self._rules.of(cache.mask)
         for group, (table, rule) in enumerate(zip(cache.tables, rules, strict=True)):
             first = rule.first_block(len(nodes), self._rules.block_size)
             kept = [nodes[at] for at in rule.places(len(nodes), self._rules.block_size)] if first else nodes
@@ -215,7 +215,7 @@ class Holding:
         num_published = cache.num_published if promise is None else promise.first
         if cache.marks and cache.marks[-1].end <= num_published:
             self._set_landmarks(cache, num_published)
-        pool, size, rules = self._pool, self._rules.block_size, self._rules.of(keeps_all=cache.keeps_all)
+        pool, size, rules = self._pool, self._rules.block_size, self._rules.of(cache.mask)
         for group in rules.trimmed:
             table, rule = cache.tables[group], rules[group]
             first = rule.first_kept(num_tokens, size)
@@ -237,7 +237,7 @@ class Holding:
         """
         tick, now_s = self._blocks.tick, self._blocks.now_s
         blocks, release = self._pool.blocks, self._pool.release
-        tail, rules = cache.tail, self._rules.of(keeps_all=cache.keeps_all)
+        tail, rules = cache.tail, self._rules.of(cache.mask)
         others_went_on = tail is not None and bool(tail.children)
         if tail is not None and others_went_on and rules.trimmed and cache.has_path and tail.committed:
             self._blocks.windows.mark(tail, "message")  # it is no end of a path

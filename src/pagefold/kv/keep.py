@@ -11,7 +11,10 @@ from pagefold.kv.table import num_blocks_for
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["KEEP_ALL", "KeepRule"]
+__all__ = ["KEEP_ALL", "NO_MASK", "KeepRule"]
+
+NO_MASK = -1
+"""The mask of a sequence that keeps all, where others have chunks packed. Others are numbered from 0 on."""
 
 
 @dataclass(frozen=True, slots=True)

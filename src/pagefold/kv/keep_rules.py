@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pagefold.kv.keep import KEEP_ALL
+from pagefold.kv.keep import KEEP_ALL, NO_MASK
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -47,9 +47,9 @@ class KeepRules:
         if packing:
             self.exact = KeepRules((KEEP_ALL if rule.packs else rule for rule in self._rules), block_size)
 
-    def of(self, *, keeps_all: bool) -> KeepRules:
+    def of(self, mask: int) -> KeepRules:
         """Return the rules of a sequence, or of a path: of one that keeps all, though others have chunks packed."""
-        return self.exact if keeps_all else self
+        return self.exact if mask == NO_MASK else self
 
     def __len__(self) -> int:
         """Return how many groups there are."""

@@ -171,7 +171,7 @@ class Landmarks:
         Who begins inside the last block copies a part of it, and may see one block more. None where a block is gone
         that is needed at the end itself. Sinks need not be kept: they stay as long as the path does.
         """
-        rules = self._rules.of(keeps_all=node.root.keeps_all)
+        rules = self._rules.of(node.root.mask)
         size, end = rules.block_size, node.depth + 1
         found: list[Block] = []
         for group in rules.trimmed:

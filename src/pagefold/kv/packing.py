@@ -24,9 +24,11 @@ hit ends as far behind the first that is gone as tokens see whole chunks.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
 
 from pagefold.kv.block import PackedChunk
+from pagefold.kv.keep import NO_MASK
 from pagefold.kv.lodger import Lodger
 
 if TYPE_CHECKING:
@@ -75,15 +77,20 @@ class Packing(Lodger):
         self._rule = rules.packing
         self._holding = holding
         self._chunk_blocks = rules.packing.chunk_blocks(rules.block_size)
-        self._num_granted = self._num_kept = 0
+        self._num_granted: Counter[int] = Counter()  # blocks, by mask
+        self._num_kept: Counter[int] = Counter()
         self._group = len(rules)  # of no group that has a table: these blocks go with their nodes
 
-    @property
-    def expected_share(self) -> float:
-        """How much of what is granted for a chunk is expected to stay: what did of others, with a reserve, or all."""
-        if self._num_granted < _LEAST_GRANTED * self._chunk_blocks:
+    def expected_share(self, mask: int) -> float:
+        """Return how much of what is granted for a chunk is expected to stay: what did of others, with a reserve.
+
+        Args:
+            mask: of the sequence; others of the same mask are asked. All is expected to stay where these are few.
+        """
+        num_granted = self._num_granted[mask]
+        if num_granted < _LEAST_GRANTED * self._chunk_blocks:
             return 1.0
-        return min(1.0, self._num_kept / self._num_granted + _RESERVE)
+        return min(1.0, self._num_kept[mask] / num_granted + _RESERVE)
 
     def kept_share(self, cache: SequenceCache) -> float | None:
         """Return what share of the blocks of its older chunks ``cache`` has kept; None where nothing is packed yet."""
@@ -91,7 +98,7 @@ class Packing(Lodger):
 
     def num_due(self, cache: SequenceCache, end: int) -> int:
         """Return how many chunks of ``cache`` a step packs that computes its tokens up to position ``end``."""
-        if cache.keeps_all:
+        if cache.mask == NO_MASK:
             return 0
         return max(0, self._rule.num_packed(end) - len(cache.chunks))
 
@@ -134,10 +141,10 @@ class Packing(Lodger):
             assert one.num_blocks <= size, "a chunk fills no more than was granted"
             cache.chunks.append(PackedChunk(tuple(of_chunk[: one.num_blocks]), one.counts))
             cache.num_packed_blocks += one.num_blocks
-            self._num_granted += size
-            self._num_kept += one.num_blocks
             for block in of_chunk[one.num_blocks :]:
                 self._blocks.pool.release(block)
+        self._num_granted[cache.mask] += len(granted)
+        self._num_kept[cache.mask] += sum(one.num_blocks for one in packed)
         self._publish(cache)
 
     def _publish(self, cache: SequenceCache) -> None:
@@ -181,7 +188,7 @@ class Packing(Lodger):
 
         Whether that is due is known only when it is known which drafts count.
         """
-        if cache.keeps_all:
+        if cache.mask == NO_MASK:
             return num_tokens
         return min(num_tokens, max(1, self._rule.reach(len(cache.chunks)) - start))
 

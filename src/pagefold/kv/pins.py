@@ -152,15 +152,15 @@ class PinTable:
         """Return what is left of a pin's priority."""
         return pin.priority * exp2((pin.pinned_at_s - now_s) / self._half_life_s)
 
-    def num_new_blocks(self, nodes: Sequence[Node], num_blocks: int, *, keeps_all: bool = False) -> int:
+    def num_new_blocks(self, nodes: Sequence[Node], num_blocks: int, mask: int = 0) -> int:
         """Return how many blocks a pin would keep that no pin keeps yet.
 
         Args:
             nodes: the first nodes of its path, as far as they are there.
             num_blocks: how many the path will have.
-            keeps_all: whether it keeps all, where others have chunks packed.
+            mask: by which mask it keeps older tokens, where those are packed; ``NO_MASK`` for all of them.
         """
-        num_new, rules = 0, self._rules.of(keeps_all=keeps_all)
+        num_new, rules = 0, self._rules.of(mask)
         for group, rule in enumerate(rules):
             places = rule.places(num_blocks, rules.block_size)
             blocks = (nodes[at].blocks[group] for at in places if at < len(nodes))
@@ -270,7 +270,7 @@ class PinTable:
 
     def _blocks_of(self, tail: Node) -> Iterator[Block]:
         """Yield the blocks that whoever goes on behind ``tail`` needs, the last first."""
-        rules = self._rules.of(keeps_all=tail.root.keeps_all)
+        rules = self._rules.of(tail.root.mask)
         size, num_blocks = rules.block_size, tail.depth + 1
         places = [set(rule.places(num_blocks, size)) for rule in rules]
         rule = rules.packing

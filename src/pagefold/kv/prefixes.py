@@ -45,9 +45,9 @@ class Prefixes:
         self._copies_parts = copies_parts
         self._stride = rules.block_size * TOKEN_BYTES
 
-    def match(self, namespace: bytes, packed: bytes, max_tokens: int, *, keeps_all: bool = False) -> PrefixHit:
+    def match(self, namespace: bytes, packed: bytes, max_tokens: int, mask: int = 0) -> PrefixHit:
         """Find the longest known prefix; see :meth:`KVCore.match`."""
-        assert not keeps_all, "all do here"
+        assert mask == 0, "all sequences keep all here"
         hit = self._cut(self._tree.match(namespace, packed, max_tokens))
         return self._host.extend(hit, packed, max_tokens, self._stride)
 
@@ -86,10 +86,10 @@ class Prefixes:
 class PrefixesByGroups(Prefixes):
     """The same where there are several groups, or one that keeps the last tokens only."""
 
-    def match(self, namespace: bytes, packed: bytes, max_tokens: int, *, keeps_all: bool = False) -> PrefixHit:
+    def match(self, namespace: bytes, packed: bytes, max_tokens: int, mask: int = 0) -> PrefixHit:
         """Find the longest known prefix; see :meth:`KVCore.match`."""
-        hit = self._match(namespace, packed, max_tokens, self._rules.of(keeps_all=keeps_all))
-        return hit._replace(keeps_all=True) if keeps_all else hit
+        hit = self._match(namespace, packed, max_tokens, self._rules.of(mask))
+        return hit._replace(mask=mask) if mask else hit
 
     def _match(self, namespace: bytes, packed: bytes, max_tokens: int, rules: KeepRules) -> PrefixHit:
         whole = hit = self._tree.match(namespace, packed, max_tokens)
@@ -118,7 +118,7 @@ class PrefixesByGroups(Prefixes):
             if self._holding.take_with_held(cache, own, hit):
                 return own
             nodes = attached_part(nodes)  # room was sought, and whom nobody held may have gone for it
-        nodes = nodes[: self._rules.of(keeps_all=hit.keeps_all).num_whole(nodes)]
+        nodes = nodes[: self._rules.of(hit.mask).num_whole(nodes)]
         self._holding.take(cache, nodes)
         return nodes
 

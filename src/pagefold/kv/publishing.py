@@ -57,9 +57,7 @@ class Publishing:
         if num_blocks <= index or tail is None:
             return None
         if tail.parent is None:
-            tail = self._tree.root(
-                tail.key, keeps_all=tail.keeps_all
-            )  # the namespace's root may have left and come back since
+            tail = self._tree.root(tail.key, mask=tail.mask)  # the namespace's root may have left and come back since
         promise = Promise(cache, packed, num_blocks, tail)
         cache.promise = promise
         stride = self._stride
@@ -116,7 +114,7 @@ class Publishing:
         tail = cache.tail
         assert tail is not None, "behind, and it publishes nothing"
         if tail.parent is None:
-            tail = self._tree.root(tail.key, keeps_all=tail.keeps_all)
+            tail = self._tree.root(tail.key, mask=tail.mask)
         index = cache.num_published
         while index < promise.num_blocks:
             key = promise.packed[index * self._stride : (index + 1) * self._stride]

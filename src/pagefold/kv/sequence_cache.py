@@ -56,7 +56,7 @@ class SequenceCache:
         chunks: its packed chunks, from the first on (``packing.py``).
         num_packed_blocks: how many blocks these fill.
         granted: blocks for the chunks that the step packs which is being planned or run.
-        keeps_all: whether it keeps all, where others have chunks packed.
+        mask: by which mask it keeps older tokens, where those are packed; ``NO_MASK`` for all of them.
         facts: of the request that holds it, for the eviction policy; whoever releases the cache may set them before.
 
     Always: the path from the root to ``tail`` has ``num_published`` nodes, and where a table holds one of the first so
@@ -72,8 +72,8 @@ class SequenceCache:
         "copied_from",
         "facts",
         "granted",
-        "keeps_all",
         "marks",
+        "mask",
         "may_share_tail",
         "num_begun",
         "num_loaded_tokens",
@@ -102,7 +102,7 @@ class SequenceCache:
         self.chunks: list[PackedChunk] = []
         self.num_packed_blocks = 0
         self.granted: list[Block] = []
-        self.keeps_all = False
+        self.mask = 0
         self.facts = _NO_FACTS
 
     @property

@@ -38,7 +38,7 @@ class PrefixHit(NamedTuple):
         num_behind: how many blocks of the path there are behind ``nodes``, thanks to ``held``.
         lost: the last node of the path that the tree knows, where that goes on behind ``num_blocks``: a window is gone
             that whoever goes on there needs. Else None.
-        keeps_all: whether it was sought for a sequence that keeps all, where others have chunks packed.
+        mask: that of the sequence that it was sought for.
     """
 
     namespace: bytes
@@ -48,7 +48,7 @@ class PrefixHit(NamedTuple):
     held: tuple[HeldBlock, ...] = ()
     num_behind: int = 0
     lost: Node | None = None
-    keeps_all: bool = False
+    mask: int = 0
 
     @property
     def num_blocks(self) -> int:
@@ -124,18 +124,18 @@ class PrefixTree:
         partial, num_tokens = _best_partial(node, rest) if rest and node is not None and node.children else (None, 0)
         return PrefixHit(namespace, nodes, partial, num_tokens)
 
-    def root(self, namespace: bytes, *, keeps_all: bool = False) -> Node:
+    def root(self, namespace: bytes, mask: int = 0) -> Node:
         """Return the root of ``namespace``; a new one is not in the tree until something is inserted under it.
 
         Args:
             namespace: its key.
-            keeps_all: whether its paths keep all, where others have chunks packed.
+            mask: of its paths.
         """
         root = self.roots.get(namespace)
         if root is None:
             root = Node(namespace, None, (), 0)
-            root.keeps_all = keeps_all
-        assert root.keeps_all == keeps_all, "one namespace has one kind of blocks"
+            root.mask = mask
+        assert root.mask == mask, "one namespace has one kind of blocks"
         return root
 
     def insert(self, parent: Node, key: bytes, blocks: tuple[Block | None, ...], tick: int) -> Node:

@@ -17,6 +17,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pagefold.kv.block import BlockState
+from pagefold.kv.keep import NO_MASK
 from pagefold.kv.landmarks import Landmarks
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class WindowBlocks:
         if block.group not in self._groups:
             return False
         assert block.node is not None, "what is published has its node"
-        if block.node.root.keeps_all and self._rules[block.group].packs:
+        if block.node.root.mask == NO_MASK and self._rules[block.group].packs:
             return False
         return not self._rules.is_sink(block.node.depth, block.group)
 

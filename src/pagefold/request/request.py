@@ -8,7 +8,6 @@ from enum import Enum
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from pagefold.request.times import RequestTimes
-from pagefold.steps import NO_MASK
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -268,11 +267,6 @@ class Request:
     def has_no_output(self) -> bool:
         """Whether only its prompt is computed: what its row samples is nobody's."""
         return self.stop.max_total_tokens <= self.num_prompt_tokens
-
-    @property
-    def keeps_all(self) -> bool:
-        """Whether it keeps all of its tokens, where others have chunks packed."""
-        return self.mask == NO_MASK
 
     @property
     def max_hit_tokens(self) -> int:

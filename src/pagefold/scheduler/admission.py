@@ -61,7 +61,7 @@ class Admission:
         streams = self._streamer.streams(request)
         if streams and not self._relief.room_to_stream(request, now):
             return False
-        found = core.match(request.namespace, request.packed(), request.max_hit_tokens, keeps_all=request.keeps_all)
+        found = core.match(request.namespace, request.packed(), request.max_hit_tokens, mask=request.mask)
         hit = found if streams else self._relief.room_for_all(request, found, now)
         if hit is None:
             return False

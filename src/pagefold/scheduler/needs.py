@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pagefold.kv import NO_MASK
+
 if TYPE_CHECKING:
     from pagefold.kv import KVCore
     from pagefold.request import Request
@@ -26,7 +28,7 @@ class Needs:
     def whole(self, request: Request) -> int:
         """Return the blocks that ``request`` is expected to hold at most at once, with the next token."""
         return self._core.num_blocks_for(
-            request.num_tokens + 1, self._max_num_batched_tokens, is_expected=True, keeps_all=request.keeps_all
+            request.num_tokens + 1, self._max_num_batched_tokens, is_expected=True, mask=request.mask
         )
 
     def to_begin(self, request: Request, num_begun: int) -> int:
@@ -38,7 +40,7 @@ class Needs:
             request: that waits.
             num_begun: how many of its tokens it begins with.
         """
-        if not self._core.packing.is_on or request.keeps_all:
+        if not self._core.packing.is_on or request.mask == NO_MASK:
             return 0
         num_tokens = min(request.num_tokens + 1, num_begun + self._max_num_batched_tokens)
         return self._core.num_blocks_for(num_tokens, self._max_num_batched_tokens)
@@ -48,5 +50,5 @@ class Needs:
         assert request.cache is not None
         num_new = min(request.num_tokens - request.num_computed_tokens, self._max_num_batched_tokens)
         return self._core.num_blocks_for(
-            request.num_tokens, num_new, request.cache, is_expected=True, keeps_all=request.keeps_all
+            request.num_tokens, num_new, request.cache, is_expected=True, mask=request.mask
         )

@@ -97,7 +97,7 @@ class Relief:
             needed += self._watermark_blocks + len(request.forks) * num_groups
             if request.beams is not None:  # they begin again, and would have to go again
                 needed += max(0, request.beams.num_held - self._needs.whole(request))
-        blocks = self._core.rules.of(keeps_all=hit.keeps_all).blocks_of(hit)
+        blocks = self._core.rules.of(hit.mask).blocks_of(hit)
         if not self._core.pool.num_pinned and self._num_missing(needed, blocks) > 0:
             return None  # mostly so where many run: it does not fit, however little these will take yet
         for other in running:

@@ -22,7 +22,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pagefold.kv.packing import Packed
-from pagefold.steps import NO_MASK, DamagedBlocksError, StepResult
+from pagefold.steps import DamagedBlocksError, StepResult
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -200,8 +200,7 @@ class ShadowRunner:
             end -= num_tokens % self._size
         else:
             cells = self.read(block_ids, num_tokens)
-        keeps_all = bool(plan.mask_of) and plan.mask_of[row] == NO_MASK
-        rules = self._rules.of(keeps_all=keeps_all)
+        rules = self._rules.of(plan.mask_of[row] if plan.mask_of else 0)
         for group, (rule, table) in enumerate(zip(rules, tables, strict=True)):
             if group == self.whole_group:
                 continue

@@ -132,7 +132,7 @@ class PackedInputs:
         num_old: how many of each sequence's chunks are packed before the step; it packs the others, and says of which
             layer and head it has kept how many. None where all are.
         mask_of: int32 ``[S]``: by which of the model's masks each sequence keeps older entries;
-            :data:`~pagefold.steps.NO_MASK` for one that sees all, and has no chunks. None where there is one mask, for
+            :data:`~pagefold.kv.NO_MASK` for one that sees all, and has no chunks. None where there is one mask, for
             all.
     """
 

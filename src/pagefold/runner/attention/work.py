@@ -105,7 +105,7 @@ class GroupWork(NamedTuple):
         first_opened: int32 ``[S]``: where the step has the blocks that each sequence has begun and filled in it.
         seals: int32 ``[N, 3]``: blocks that are full after the step's writes: sequence, KV head, which of its blocks.
         mask_of: int32 ``[S]``: by which mask each sequence keeps older entries, where the group packs;
-            :data:`~pagefold.steps.NO_MASK` for one that sees all.
+            :data:`~pagefold.kv.NO_MASK` for one that sees all.
         kept: what is packed, where the group packs.
     """
 
