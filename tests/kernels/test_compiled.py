@@ -14,6 +14,8 @@ from pagefold.kernels import compiled
 from pagefold.kernels.compiled import num_kernels_compiled, specialised
 
 KERNEL = """
+from typing import NamedTuple
+
 import numpy as np
 from numba import prange
 
@@ -43,6 +45,15 @@ def deep(rows, offset, out):
 def times(numbers, factor):
     for i in range(len(numbers)):
         numbers[i] *= factor
+
+class Record(NamedTuple):
+    numbers: object
+    factor: float
+
+@kernel()
+def times_of(record):
+    for i in range(len(record.numbers)):
+        record.numbers[i] *= record.factor
 """
 
 
@@ -71,6 +82,16 @@ def test_what_runs_was_compiled_apart_and_loaded(kernel):
     assert not kernel.overloads  # nothing was compiled here
     assert doubled(kernel) == [0.0, 2.0, 4.0, 6.0, 8.0]
     assert num_kernels_compiled() == before + 1
+
+
+def test_types_of_the_kernels_own_module_are_kept_where_this_process_looks(kernel):
+    """Who reads them declares the kernel: it has to be told before where code is kept."""
+    module = sys.modules[kernel.py_func.__module__]
+    numbers = np.arange(5.0)
+    record = module.Record(numbers, 3.0)
+    specialised(module.times_of, (record,))(record)
+    assert numbers.tolist() == [0.0, 3.0, 6.0, 9.0, 12.0]
+    assert not module.times_of.overloads  # nothing was compiled here
 
 
 def test_a_kernel_is_loaded_once_in_a_process(kernel, monkeypatch):

@@ -38,7 +38,8 @@ def compile_apart(
         kernel: a function of a module, decorated with :func:`pagefold.kernels.kept.kernel`.
         signature: the types of its arguments.
     """
-    task = pickle.dumps((kernel.py_func.__module__, kernel.py_func.__name__, signature, numba.config.CACHE_DIR))
+    asked = pickle.dumps((kernel.py_func.__module__, kernel.py_func.__name__, signature))
+    task = pickle.dumps((numba.config.CACHE_DIR, asked))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     try:
         done = subprocess.run(  # noqa: S603 - our own module
@@ -51,8 +52,11 @@ def compile_apart(
 
 def main() -> None:
     """Compile what standard input asks for: see :func:`compile_apart`."""
-    module, name, signature, folder = pickle.load(sys.stdin.buffer)  # noqa: S301 - our own parent wrote it
-    numba.config.CACHE_DIR = folder  # read when kernels are declared: the parent's, whatever the environment says now
+    folder, asked = pickle.load(sys.stdin.buffer)  # noqa: S301 - our own parent wrote it
+    # The parent's, whatever the environment says now. It is read when kernels are declared, and types are from modules
+    # that declare some: so it is told before these are read.
+    numba.config.CACHE_DIR = folder
+    module, name, signature = pickle.loads(asked)  # noqa: S301
     kernel = getattr(importlib.import_module(module), name)
     _optimise_only(kernel.py_func.__qualname__)
     kernel.compile(signature)
