@@ -9,6 +9,7 @@ from pagefold.engine.kinds import EXACT, Kind
 from pagefold.engine.namespace import namespace_of
 from pagefold.errors import ConfigError, NotCalibratedError
 from pagefold.kv import NO_MASK, KeepRule
+from pagefold.masks.packed import PACKED
 from pagefold.masks.rule import CHUNK
 
 if TYPE_CHECKING:
@@ -65,8 +66,7 @@ def check_masking(config: EngineConfig, spec: ModelSpec, not_fused: str) -> None
 
 def packing_keeps(spec: ModelSpec) -> tuple[KeepRule, ...]:
     """Return what each layer keeps: what it kept before, where it has a window."""
-    rule = KeepRule(CHUNK, is_chunked=True, num_before=1, packs=True)
-    return tuple(rule if layer in spec.full_layers else spec.keeps[layer] for layer in range(spec.num_layers))
+    return tuple(PACKED if layer in spec.full_layers else spec.keeps[layer] for layer in range(spec.num_layers))
 
 
 def check_groups(geometry: KVGeometry, spec: ModelSpec) -> None:

@@ -8,8 +8,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from pagefold.errors import ConfigError
-from pagefold.kv import KeepRule
 from pagefold.kv.codec import plain_codec
+from pagefold.masks.packed import PACKED
 from pagefold.masks.rule import CHUNK
 from pagefold.plan.concurrency import Rounding
 from pagefold.plan.floors import prefill_operations, ttft_bound
@@ -37,7 +37,6 @@ RAM_BANDWIDTH_SHARE = 0.8
 KEPT_SHARE = 0.2
 """Share of its tokens that a sequence keeps under token eviction: 400 of 2,000, as in the H2O family's reports."""
 
-_PACKED = KeepRule(CHUNK, is_chunked=True, num_before=1, packs=True)
 _KEPT_SHARES = (
     (0.5, "small, and measurable: pagefold eval --kv-keep 0.5"),
     (0.25, "depends on the model and the task: pagefold eval --kv-keep 0.25"),
@@ -339,10 +338,10 @@ def _packed_blocks(
             num_blocks += group.num_blocks_for(num_tokens, num_new) if num_first is None else 0
         elif num_first is None:
             whole = group.num_blocks_for(num_tokens, num_new)
-            num_blocks += min(whole, _PACKED.num_blocks_for(num_tokens, num_new or 1, group.block_size, share))
+            num_blocks += min(whole, PACKED.num_blocks_for(num_tokens, num_new or 1, group.block_size, share))
         else:
             first = min(num_first, lengths.prompt - 1) // group.block_size
-            packed = min(first * group.block_size // CHUNK, _PACKED.num_packed(num_tokens)) * CHUNK // group.block_size
+            packed = min(first * group.block_size // CHUNK, PACKED.num_packed(num_tokens)) * CHUNK // group.block_size
             num_blocks += first - packed + math.ceil(share * packed)
     return num_blocks
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from pagefold.errors import ConfigError
 from pagefold.kv import KeepRule, Packed
+from pagefold.masks.packed import PACKED
 from pagefold.masks.rule import CHUNK
 
 if TYPE_CHECKING:
@@ -16,8 +17,6 @@ if TYPE_CHECKING:
     from pagefold.steps import Runner, StepPlan, StepResult
 
 __all__ = ["KeepingRunner", "packing_rules"]
-
-_PACKED = KeepRule(CHUNK, is_chunked=True, num_before=1, packs=True)
 
 
 def packing_rules(rules: Sequence[KeepRule], block_size: int) -> tuple[KeepRule, ...]:
@@ -32,7 +31,7 @@ def packing_rules(rules: Sequence[KeepRule], block_size: int) -> tuple[KeepRule,
     if CHUNK % block_size:
         msg = f"block_size is {block_size}, and kv_keep takes chunks of {CHUNK} tokens apart."
         raise ConfigError(msg, remedy=f"Use a block_size that divides {CHUNK}, as 16 or 32.")
-    return tuple(_PACKED if rule.window is None else rule for rule in rules)
+    return tuple(PACKED if rule.window is None else rule for rule in rules)
 
 
 class KeepingRunner:
