@@ -100,13 +100,13 @@ def test_what_is_expected_of_one_mask_says_nothing_of_another():
 
 
 def test_who_runs_short_of_what_was_expected_is_preempted_and_ends():
-    world = World(400, 512, 2)
+    world = World(300, 512, 2)
     for _ in range(2):
         world.add(2000)
         world.run()
     world.core.forgetting.reset()
-    world.num_kept = (16,)  # and then all is kept
-    requests = [world.add(2000, 20) for _ in range(4)]
+    world.num_kept = (16,)  # and then all is kept, of those as well that are packed while they decode
+    requests = [world.add(600, 800) for _ in range(4)]
     world.run()
     assert sum(request.num_preemptions for request in requests) > 0
     assert all(request.finish_reason == "length" for request in requests)

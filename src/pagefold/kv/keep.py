@@ -80,6 +80,11 @@ class KeepRule:
         assert self.window % block_size == 0, "a chunk is whole blocks"
         return self.window // block_size
 
+    def chunk_places(self, chunk: int, block_size: int) -> range:
+        """Return which blocks of a sequence are those of a chunk; the last one is where the chunk lies when packed."""
+        num_blocks = self.chunk_blocks(block_size)
+        return range(chunk * num_blocks, (chunk + 1) * num_blocks)
+
     def first_kept(self, position: int, block_size: int) -> int:
         """Return from which block on all are kept that the token at ``position`` sees.
 
@@ -104,7 +109,9 @@ class KeepRule:
             return range(first, num_blocks)
         return (*range(self.num_sink_blocks(block_size)), *range(first, num_blocks))
 
-    def num_blocks_for(self, num_tokens: int, num_new: int, block_size: int, kept_share: float = 1.0) -> int:
+    def num_blocks_for(
+        self, num_tokens: int, num_new: int, block_size: int, kept_share: float = 1.0, num_packed: int = 0
+    ) -> int:
         """Return the most blocks that a sequence of ``num_tokens`` holds while steps write up to ``num_new`` of them.
 
         The tokens of a window seldom begin where a block does, so they lie in one block more than they fill. And one
@@ -117,6 +124,7 @@ class KeepRule:
             kept_share: of the blocks that are granted for chunks, how many these fill when they are packed: all of them
                 at most. For less than all, one chunk as it is granted comes on top; a step that packs several is
                 granted as many.
+            num_packed: how many of its chunks are packed already: what these fill is not counted.
         """
         num_blocks = num_blocks_for(num_tokens, block_size)
         if self.window is None:
@@ -126,7 +134,7 @@ class KeepRule:
         if not self.packs:
             return num_whole
         of_chunk = self.chunk_blocks(block_size)
-        num_granted = self.num_packed(num_tokens) * of_chunk
+        num_granted = max(0, self.num_packed(num_tokens) - num_packed) * of_chunk
         return num_whole + min(num_granted, math.ceil(kept_share * num_granted) + of_chunk)
 
     def _behind_sinks(self, first: int, block_size: int) -> int:

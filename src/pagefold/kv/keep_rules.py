@@ -77,9 +77,12 @@ class KeepRules:
         num_blocks = 0
         for group, rule in enumerate(self._rules):
             num_held = cache.tables[group].num_held if cache is not None else 0
-            if cache is not None and rule.packs:
-                num_held += cache.num_packed_blocks + len(cache.granted)
-            num_blocks += max(0, rule.num_blocks_for(num_tokens, num_new, self.block_size, kept_share) - num_held)
+            num_packed = 0
+            if cache is not None and rule.packs:  # what is packed fills what it fills
+                num_held += len(cache.granted)
+                num_packed = len(cache.chunks)
+            most = rule.num_blocks_for(num_tokens, num_new, self.block_size, kept_share, num_packed)
+            num_blocks += max(0, most - num_held)
         return num_blocks
 
     def blocks_of(self, hit: PrefixHit) -> list[Block]:
@@ -97,9 +100,9 @@ class KeepRules:
         rule = self.packing
         if rule is None:
             return []
-        num_blocks, found = rule.chunk_blocks(self.block_size), []
+        found = []
         for chunk in range(rule.num_packed(len(nodes) * self.block_size)):
-            packed = nodes[(chunk + 1) * num_blocks - 1].packed
+            packed = nodes[rule.chunk_places(chunk, self.block_size)[-1]].packed
             if packed is None:
                 break
             found.append(packed)
@@ -158,9 +161,12 @@ class KeepRules:
         if self.keeps_paths:
             return nodes
         firsts = [rule.first_block(num_blocks, self.block_size) for rule in self._rules]
+        rule, size = self.packing, self.block_size
+        num_packed = 0 if rule is None else rule.num_packed(num_blocks * size) * rule.chunk_blocks(size)
 
         def is_held(at: int) -> bool:
-            return any(
+            packed = nodes[at].packed if at < num_packed else None
+            return bool(packed is not None and packed.blocks) or any(
                 nodes[at].blocks[group] is not None and (at >= first or self.is_sink(at, group))
                 for group, first in enumerate(firsts)
             )
