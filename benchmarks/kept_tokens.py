@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from plan_concurrency import Server
 from report import Row, machine, parser, print_report
-from rich.progress import track
+from rich.progress import Progress, track
 
 from pagefold.bench import LoadSettings, Prompt, run_load
 from pagefold.bench.client import Client
@@ -260,7 +260,7 @@ async def _send(url: str, prompts: list[Prompt]) -> dict[str, Any]:
     client = Client(url, ignore_eos=True)
     await client.find_model()
     load = LoadSettings(max_concurrency=len(prompts))
-    with progress_bar() as progress:
+    with Progress() as progress:
         task = progress.add_task("requests at once", total=len(prompts))
         result = await run_load(client, prompts, load, on_done=lambda _: progress.advance(task))
     failed = [record.error for record in result.records if record.error]

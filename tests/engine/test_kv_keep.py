@@ -57,7 +57,6 @@ def test_shares_that_say_nothing_are_refused(shares, why):
     [
         ({"streaming_llm": 1024}, "streaming_llm"),
         ({"allow_streaming": True, "kv_offloading_size": 1.0}, "allow_streaming"),
-        ({"kv_offloading_size": 1.0}, "kv_offloading_size"),
         ({"kv_disk_path": "/nowhere"}, "kv_disk_path"),
         ({"kv_remote_url": "redis://127.0.0.1:1"}, "kv_remote_url"),
         ({"kv_cache_dtype": "kivi2"}, "kv_cache_dtype=kivi2"),
@@ -215,3 +214,25 @@ def test_a_server_that_keeps_all_is_asked_for_exact_blocks_only(folder):
     engine.check([5], GREEDY, Caller(kv_keep=1.0))
     with pytest.raises(InvalidRequestError, match=r"kv_keep is 0\.5, and this server offers 'exact'"):
         engine.check([5], GREEDY, Caller(kv_keep=0.5))
+
+
+@pytest.mark.parametrize("codec", long_but(["auto"], ["auto", "int8"]))
+def test_what_the_host_has_kept_comes_back_the_same(calibrated, codec):
+    """The device holds one prompt or two at a time; who comes back finds its chunks and its window on the host."""
+    random = Random(7)
+    prompts = [{"prompt_token_ids": random.choices(range(5, VOCAB_SIZE), k=1300)} for _ in range(5)]
+    names = "model", "dtype", "max_model_len", "kv_keep"
+    settings = {name: getattr(calibrated, name) for name in names} | {"kv_cache_dtype": codec}
+    cold = LLM(**settings, kv_cache_memory_bytes=2**26, enable_prefix_caching=False)
+    expected = [one.outputs[0].token_ids for one in cold.generate(prompts, GREEDY)]
+    num_blocks = cold.engine.scheduler.core.pool.num_blocks
+    block_bytes = 2**26 // num_blocks
+    llm = LLM(**settings, kv_cache_memory_bytes=180 * block_bytes, kv_offloading_size=0.1)
+    core = llm.engine.scheduler.core
+    for comes_back in (False, True):
+        for prompt, tokens in zip(prompts, expected, strict=True):
+            (found,) = llm.generate([prompt], GREEDY)
+            assert found.outputs[0].token_ids == tokens
+            assert (found.num_cached_tokens > 1000) == comes_back
+    assert core.host.num_loaded > 5 * 16
+    assert any(held.chunk is not None for held in core.host.blocks.found())

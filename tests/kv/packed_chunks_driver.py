@@ -10,7 +10,7 @@ from array import array
 from hashlib import blake2b
 from typing import TYPE_CHECKING, NamedTuple
 
-from pagefold.kv import KEEP_ALL, KeepRule, KVCore, Promise, audit
+from pagefold.kv import KEEP_ALL, NO_HOST, HostTier, KeepRule, KVCore, Promise, audit
 from pagefold.kv.packing import Packed
 
 if TYPE_CHECKING:
@@ -52,16 +52,33 @@ class PackingDriver:
         random: decides.
         block_size, num_blocks: of the core.
         caches_prefixes: whether anything is published.
+        num_host_blocks: of the host tier; 0 for none.
     """
 
     def __init__(
-        self, rules, random: Random, block_size: int = 2, num_blocks: int = 60, *, caches_prefixes: bool = True
+        self,
+        rules,
+        random: Random,
+        block_size: int = 2,
+        num_blocks: int = 60,
+        *,
+        caches_prefixes: bool = True,
+        num_host_blocks: int = 0,
     ) -> None:
         self.random, self.size = random, block_size
-        self.core = KVCore(num_blocks, block_size=block_size, rules=rules, enable_prefix_caching=caches_prefixes)
+        self.core = KVCore(
+            num_blocks,
+            block_size=block_size,
+            rules=rules,
+            enable_prefix_caching=caches_prefixes,
+            host=HostTier(num_host_blocks) if num_host_blocks else NO_HOST,
+        )
         self.rule = next(rule for rule in rules if rule.packs)
         self.rows: list[Row] = []
         self.holds: dict[int, object] = {}  # of each block, what was written there last
+        self.arena: dict[int, object] = {}  # of each block of the host, likewise
+        self.ended: list[list[int]] = []  # tokens of those that ended last
+        self.num_loaded_chunks = self.num_damaged = 0
         self.num_hits = self.num_packed = self.num_short = self.num_joined = self.num_alone = 0
 
     # What a runner writes.
@@ -78,7 +95,11 @@ class PackingDriver:
         return written[0] == expected[0] and written[1][: len(expected[1])] == expected[1]
 
     def copy(self) -> None:
-        """Copy what was decided, as a step does before its first write."""
+        """Copy what was decided, as a step does before its first write: first to the host and from there."""
+        ops = self.core.moves.take_host_ops()
+        self.arena |= {store.host_id: self.holds.get(store.block_id) for store in ops.stores}
+        self.holds |= {load.block_id: self.arena[load.host_id] for load in ops.loads}
+        self.core.moves.host_done(ops)
         copies = self.core.moves.take_copies()
         for copy in copies:
             self.holds[copy.dst] = self.holds[copy.src]
@@ -117,18 +138,33 @@ class PackingDriver:
     def begin(self) -> None:
         """A sequence begins with what is known of it."""
         random = self.random
-        if self.rows and random.random() < 0.6:
-            other = random.choice(self.rows).tokens
-            tokens = [*other[: random.randrange(len(other) + 1)]]
+        known = [*(row.tokens for row in self.rows), *self.ended]
+        if known and random.random() < 0.7:
+            other = random.choice(known)
+            tokens = [*other[: random.choice([len(other), random.randrange(len(other) + 1)])]]
         else:
             tokens = []
         tokens += [random.randrange(2) for _ in range(random.randrange(1, 40))]
         for _ in range(1 + (random.random() < 0.3)):  # two may compute the same at once
             hit = self.core.match(NAMESPACE, packed_of(tokens), len(tokens) - 1)
             cache, num_computed = self.core.acquire(hit)
+            loads = self.core.host.pending.loads
+            if loads and random.random() < 0.15:
+                self.damage(cache, random.choice(loads).host_id)
+                return
+            self.num_loaded_chunks += sum(chunk.node is None for chunk in cache.chunks)
             self.copy()
             self.num_hits += bool(cache.chunks)
             self.rows.append(Row(cache, tokens, num_computed))
+
+    def damage(self, cache, host_id: int) -> None:
+        """What ``cache`` began with comes back damaged: the step fails that was to load it."""
+        core = self.core
+        ops, copies = core.moves.take_host_ops(), core.moves.take_copies()
+        core.moves.host_failed(ops, frozenset({host_id}))
+        core.release(cache)
+        core.moves.copies_failed(copies)
+        self.num_damaged += 1
 
     def take_all(self) -> None:
         """Nobody runs who could give way, and all that can be had is asked for: all that counts as such is."""
@@ -202,6 +238,7 @@ class PackingDriver:
         """A sequence ends."""
         row = self.rows.pop(self.random.randrange(len(self.rows)))
         self.core.release(row.cache)
+        self.ended = [*self.ended[-4:], row.tokens]
 
     def fork(self) -> None:
         """A sequence goes on twice."""
@@ -238,9 +275,9 @@ class PackingDriver:
                 self.release()
             elif draw < 0.93 and len(self.rows) < 6:
                 self.fork()
-            elif draw < 0.96:
+            elif draw < 0.97:
                 self.pin()
-            elif draw < 0.98:
+            elif draw < 0.976:
                 self.forget()
             else:
                 self.take_all()

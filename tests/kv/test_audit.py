@@ -28,7 +28,7 @@ from pagefold.kv import (
     make_policy,
 )
 from pagefold.kv.block import Block, BlockId, Node, PackedChunk
-from pagefold.kv.held_block import HeldBlock
+from pagefold.kv.held_block import HeldBlock, HeldChunk
 from pagefold.kv.keep import NO_MASK, KeepRule
 from pagefold.kv.keep_rules import KeepRules
 from pagefold.kv.names import BlockName
@@ -547,6 +547,15 @@ def host_pins_miscounted(world: World) -> None:
     world.held.num_pins += 1
 
 
+def host_block_that_says_which_chunk_it_is_and_is_of_none(world: World) -> None:
+    world.held.chunk = HeldChunk(0, 1, None)
+
+
+def host_chunk_of_a_core_that_packs_nothing(world: World) -> None:
+    world.held.name = world.held.name._replace(group=1)
+    world.held.chunk = HeldChunk(0, 1, None)
+
+
 def host_block_written_twice(world: World) -> None:
     world.host._stores += [StoreOp(world.block(world.cache, 0).block_id, world.held.host_id)] * 2
     world.held.num_pins += 2
@@ -733,6 +742,8 @@ CORRUPTIONS: list[tuple[Callable[[World], None], str]] = [
     (too_many_remembered, "9 blocks are to be written at once"),
     (lost_host_block, "host blocks [0, 1, 2] in use"),
     (host_pins_miscounted, "host block 0: 2 pins"),
+    (host_block_that_says_which_chunk_it_is_and_is_of_none, "host block 0: of group 0, with chunk"),
+    (host_chunk_of_a_core_that_packs_nothing, "host block 0: of a chunk of 1 blocks"),
     (host_block_written_twice, "host block 0 is written 2 times"),
     (store_into_a_free_host_block, "is to be written, and holds nothing"),
     (kept_for_nobody, "kept for nobody"),

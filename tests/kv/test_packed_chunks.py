@@ -23,8 +23,18 @@ def test_every_block_holds_what_it_must(name, seed):
 def test_every_block_holds_what_it_must_for_long(name, seed):
     random = Random(1000 + seed)
     size = random.choice([1, 2, 4])
-    driver = PackingDriver(RULES[name], random, size, random.choice([40, 80, 300]))
+    num_host_blocks = random.choice([0, 20, 100, 1000])
+    driver = PackingDriver(RULES[name], random, size, random.choice([40, 80, 300]), num_host_blocks=num_host_blocks)
     driver.run(800)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("name", RULES)
+def test_what_comes_back_from_the_host_holds_what_it_must(name, seed):
+    random = Random(seed)
+    num_blocks, num_host_blocks = random.choice([30, 60]), random.choice([7, 40, 400])
+    driver = PackingDriver(RULES[name], random, num_blocks=num_blocks, num_host_blocks=num_host_blocks)
+    driver.run(120)
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -78,3 +88,15 @@ def test_chunks_are_packed_when_nobody_sees_all_of_them(rule):
         num = rule.num_packed(end)
         assert rule.reach(num) >= end
         assert num == 0 or rule.reach(num - 1) < end
+
+
+def test_packed_chunks_come_back_from_the_host_whole_or_not_at_all():
+    """Else what is done at random with a host would show nothing."""
+    loaded = damaged = 0
+    for name in RULES:
+        for seed in range(4):
+            driver = PackingDriver(RULES[name], Random(seed), num_blocks=60, num_host_blocks=200)
+            driver.run(400)
+            loaded, damaged = loaded + driver.num_loaded_chunks, damaged + driver.num_damaged
+    assert loaded > 10
+    assert damaged > 5

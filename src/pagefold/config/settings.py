@@ -394,7 +394,6 @@ class EngineConfig:
         others = {
             "streaming_llm": self.streaming_llm is not None,
             "allow_streaming": self.allow_streaming,
-            "kv_offloading_size": self.kv_offloading_size > 0,
             "kv_disk_path": self.kv_disk_path is not None,
             "kv_remote_url": self.kv_remote_url is not None,
             "kv_cache_dtype=kivi2": self.kv_cache_dtype == "kivi2",

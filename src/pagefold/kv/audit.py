@@ -52,6 +52,7 @@ def audit(core: KVCore) -> None:
     others = Counter(core.slow.pins())
     others.update(held.host_id for cache in core.caches for held in cache.cold)
     _audit_host(core.host, others)
+    _audit_host_chunks(core)
     num_early = core.slow.writes.num_early
     _check(num_early <= core.slow.writes.max_early, f"{num_early} blocks are to be written at once")
     taken = [cache.residual_id for cache in core.caches if cache.residual_id >= 0]
@@ -361,3 +362,14 @@ def _audit_host(host: HostTier, others: Counter[int]) -> None:
     _check(host.blocks.num_held <= len(held), "blocks are held that have no place")
     for digest, one in host.blocks.unsaved.items():
         _check(host.blocks.get(digest) is one, f"host block {one.host_id}: to be written, and not held")
+
+
+def _audit_host_chunks(core: KVCore) -> None:
+    """Of a packed chunk that the host holds the first block says which chunk that is, and no other block does."""
+    rule = core.rules.packing
+    num_most = 0 if rule is None else rule.chunk_blocks(core.block_size)
+    for one in core.host.blocks.all():
+        where, is_first = f"host block {one.host_id}", one.name.group == len(core.rules)
+        _check((one.chunk is not None) == is_first, f"{where}: of group {one.name.group}, with chunk {one.chunk}")
+        if one.chunk is not None:
+            _check(0 < one.chunk.num_blocks <= num_most, f"{where}: of a chunk of {one.chunk.num_blocks} blocks")

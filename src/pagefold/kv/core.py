@@ -140,7 +140,7 @@ class KVCore:
         self.uses = Uses(blocks, emit)
         self._holding = Holding(blocks, self.rules, self.moves, host, self.uses)
         packs = self.rules.packing is not None
-        assert not packs or not (host.is_on or residuals.is_on), "what is packed lies on the device, and is not sealed"
+        assert not packs or not (slow.is_on or residuals.is_on), "what is packed is not sealed, and in no slow tier"
         self.packing = Packing(blocks, self.rules, self._holding) if packs else NO_PACKING
         self.lodgers = Lodgers((residuals, self.streaming, self.packing))
         self.forgetting = Forgetting(blocks, self.rules, host, slow, self.pins, self.lodgers, self.caches, emit)
@@ -199,7 +199,7 @@ class KVCore:
         """
         if not hit.held:
             return hit
-        num_whole = self.rules.num_whole(hit.nodes)
+        num_whole = self.rules.of(hit.mask).num_whole(hit.nodes)
         if self.arbiter.restores(HOST, len(hit.held), hit.num_blocks - num_whole):
             return hit
         lost = hit.lost or (hit.nodes[-1] if num_whole < len(hit.nodes) else None)

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from pagefold.kv.names import BlockName
 
-__all__ = ["HOST", "HeldBlock"]
+__all__ = ["HOST", "HeldBlock", "HeldChunk"]
 
 HOST = "host"
 """The origin of what came from the device itself."""
+
+
+class HeldChunk(NamedTuple):
+    """What was kept of a chunk, and is held in blocks.
+
+    Attributes:
+        number: which chunk of its path it is.
+        num_blocks: how many blocks it fills.
+        counts: as of :class:`~pagefold.kv.PackedChunk`.
+    """
+
+    number: int
+    num_blocks: int
+    counts: object
 
 
 class HeldBlock:
@@ -22,9 +36,10 @@ class HeldBlock:
         num_pins: how many planned copies and transfers read or write it, and requests wait for it.
         num_hits: how often it had been found on the device when it left.
         origin: the tier that it came from, until it is used: ``host``, ``disk`` or ``remote``.
+        chunk: of the first block of a packed chunk (``host_chunks.py``): which chunk that is; else None.
     """
 
-    __slots__ = ("host_id", "name", "num_hits", "num_pins", "origin")
+    __slots__ = ("chunk", "host_id", "name", "num_hits", "num_pins", "origin")
 
     def __init__(self, name: BlockName, host_id: int, *, num_hits: int = 0, origin: str = HOST) -> None:
         self.name = name
@@ -32,6 +47,7 @@ class HeldBlock:
         self.num_hits = num_hits
         self.origin = origin
         self.num_pins = 0
+        self.chunk: HeldChunk | None = None
 
     def count_use(self, num_tokens: dict[str, int], block_size: int) -> None:
         """Count it in ``num_tokens`` under the tier that it came from; from now on it is the host's."""

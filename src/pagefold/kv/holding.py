@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pagefold.kv.block import Block
+from pagefold.kv.block import Block, PackedChunk
 from pagefold.kv.held_block import HeldBlock
 from pagefold.kv.names import digest_of
 from pagefold.kv.table import num_blocks_for
@@ -12,7 +12,7 @@ from pagefold.kv.table import num_blocks_for
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pagefold.kv.block import Node, PackedChunk
+    from pagefold.kv.block import Node
     from pagefold.kv.block_cache import BlockCache
     from pagefold.kv.host_tier import HostTier
     from pagefold.kv.keep_rules import KeepRules
@@ -70,17 +70,18 @@ class Holding:
         Where groups keep the last tokens only it is all or nothing: False, with nothing changed, where something of
         ``hit`` has gone since, or memory is short.
         """
-        size = self._rules.block_size
+        size, rules = self._rules.block_size, self._rules.of(hit.mask)
         num_blocks = hit.num_blocks
-        places_of = [rule.places(num_blocks, size) for rule in self._rules]
+        places_of = [rule.places(num_blocks, size) for rule in rules]
         pinned = self._host.blocks.pin(hit.held)  # before allocating, which may evict into the arena
         sources = _sources(nodes, pinned, places_of)
-        if sources is None or not self._fill(cache, sources):
+        chunks = _chunk_sources(hit.nodes, pinned, rules, num_blocks)
+        if sources is None or chunks is None or not self._fill(cache, sources, chunks):
             self._host.blocks.unpin(pinned)
             return False
         loaded: set[HeldBlock] = set()
         places: set[int] = set()  # a place's tokens count once, whatever groups they are loaded of
-        for table, rule, places_held, of_group in zip(cache.tables, self._rules, places_of, sources, strict=True):
+        for table, rule, places_held, of_group in zip(cache.tables, rules, places_of, sources, strict=True):
             for place, block_id, source in zip(places_held, table.block_ids, of_group, strict=True):
                 if isinstance(source, HeldBlock):
                     node = nodes[place] if place < len(nodes) else None
@@ -89,6 +90,16 @@ class Holding:
                     loaded.add(source)
                     places.add(place)
             table.hold(table.block_ids, rule.first_block(num_blocks, size), rule.num_sink_blocks(size))
+        for number, (chunk, of_chunk) in enumerate(zip(cache.chunks, chunks, strict=True)):
+            if isinstance(of_chunk, PackedChunk):
+                continue
+            assert rules.packing is not None, "some group packs"
+            num_places = len(set(rules.packing.chunk_places(number, size)) - places)
+            for block, source in zip(chunk.blocks, of_chunk, strict=True):
+                self._moves.load(source, block)
+                source.count_use(cache.num_loaded_tokens, num_places * size)
+                num_places = 0
+            loaded.update(of_chunk)
         self._host.blocks.unpin([one for one in pinned if one not in loaded])
         return True
 
@@ -291,8 +302,10 @@ class Holding:
                 continue
             windows.mark(node, mark.why)
 
-    def _fill(self, cache: SequenceCache, sources: list[list[Block | HeldBlock]]) -> bool:
-        """Let the tables of ``cache`` hold the blocks among ``sources``, and new ones for the others.
+    def _fill(
+        self, cache: SequenceCache, sources: list[list[Block | HeldBlock]], chunks: list[PackedChunk | list[HeldBlock]]
+    ) -> bool:
+        """Let ``cache`` hold the blocks among ``sources`` and ``chunks``, and new ones for the others.
 
         False, with nothing changed, when memory is short.
         """
@@ -305,13 +318,11 @@ class Holding:
                 self._blocks.windows.note_busy(block)
                 if not block.node.children:
                     self._blocks.update_evictable(block.node)
-        num_new = sum(isinstance(one, HeldBlock) for of_group in sources for one in of_group)
-        new: list[Block] = []
-        while len(new) < num_new and (one := self._blocks.allocate()) is not None:
-            new.append(one)
-        if len(new) < num_new:
-            for block in new:
-                self._pool.release(block)
+        cache.chunks = [one for one in chunks if isinstance(one, PackedChunk)]
+        for chunk in cache.chunks:
+            self.take_chunk(chunk)
+        new = self._allocate(sum(isinstance(one, HeldBlock) for part in (*sources, *chunks) for one in _each(part)))
+        if new is None:
             self.release(cache)
             return False
         for group, (table, of_group) in enumerate(zip(cache.tables, sources, strict=True)):
@@ -319,7 +330,34 @@ class Holding:
             table.block_ids = [block.block_id for block in held]
             for block in held:
                 block.group = group
+        cache.chunks = [one if isinstance(one, PackedChunk) else self._begin_chunk(one, new) for one in chunks]
+        cache.num_packed_blocks = sum(len(chunk.blocks) for chunk in cache.chunks)
         return True
+
+    def _allocate(self, num_blocks: int) -> list[Block] | None:
+        """Return so many new blocks; None, with nothing changed, when memory is short."""
+        new: list[Block] = []
+        while len(new) < num_blocks:
+            block = self._blocks.allocate()
+            if block is None:
+                for one in new:
+                    self._pool.release(one)
+                return None
+            new.append(block)
+        return new
+
+    def _begin_chunk(self, held: list[HeldBlock], new: list[Block]) -> PackedChunk:
+        """Return a packed chunk in new blocks, into which it will be loaded."""
+        told = held[0].chunk
+        assert told is not None, "the first block of a packed chunk says which that is"
+        blocks = tuple(new.pop() for _ in held)
+        for block in blocks:
+            block.group = len(self._rules)  # as ``packing.py`` has it
+        return PackedChunk(blocks, told.counts)
+
+
+def _each(source: list[Block | HeldBlock] | list[HeldBlock] | PackedChunk) -> Sequence[Block | HeldBlock]:
+    return source.blocks if isinstance(source, PackedChunk) else source
 
 
 def _sources(
@@ -348,3 +386,36 @@ def _sources(
             return None
         sources.append(of_group)
     return sources
+
+
+def _chunk_sources(
+    nodes: list[Node], held: list[HeldBlock], rules: KeepRules, num_blocks: int
+) -> list[PackedChunk | list[HeldBlock]] | None:
+    """Return where the packed chunks of a path are; None where one is neither on the device nor held.
+
+    Args:
+        nodes: of the path, that the device has.
+        held: what the host holds of it; of packed chunks last, in order.
+        rules: what each group keeps.
+        num_blocks: how many blocks the path has.
+    """
+    rule = rules.packing
+    if rule is None:
+        return []
+    parts: dict[bytes, list[HeldBlock]] = {}
+    for one in held:
+        if one.name.group >= len(rules):
+            parts.setdefault(one.name.path, []).append(one)
+    by_number = {told.number: of_chunk for of_chunk in parts.values() if (told := of_chunk[0].chunk) is not None}
+    found: list[PackedChunk | list[HeldBlock]] = []
+    for number in range(rule.num_packed(num_blocks * rules.block_size)):
+        at = rule.chunk_places(number, rules.block_size)[-1]
+        packed = nodes[at].packed if at < len(nodes) else None
+        of_chunk = by_number.get(number, [])
+        if packed is not None:
+            found.append(packed)
+        elif of_chunk and (told := of_chunk[0].chunk) is not None and told.num_blocks == len(of_chunk):
+            found.append(of_chunk)
+        else:
+            return None
+    return found

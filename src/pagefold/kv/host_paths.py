@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pagefold.kv.host_chunks import held_chunk
 from pagefold.kv.names import digest_of, in_group, path_digest, root_digest
 from pagefold.kv.tree import TOKEN_BYTES, PrefixHit
 
@@ -29,15 +30,16 @@ def extend_by_groups(hit: PrefixHit, packed: bytes, max_tokens: int, rules: Keep
     """
     path = _Path(hit, packed[: max(0, max_tokens) * TOKEN_BYTES], rules, host)
     num_found = path.num_found()
-    loaded = tuple(
+    loaded = [
         one
         for group, rule in enumerate(rules)
         for at in (rule.places(num_found, rules.block_size) if rule.trims else range(len(hit.nodes), num_found))
         if (one := path.held(at, group)) is not None
-    )
+    ]
+    loaded += path.held_chunks(num_found)
     nodes = hit.nodes[:num_found]
     if loaded:
-        return PrefixHit(hit.namespace, nodes, None, 0, loaded, num_found - len(nodes))
+        return PrefixHit(hit.namespace, nodes, None, 0, tuple(loaded), num_found - len(nodes))
     return hit
 
 
@@ -78,7 +80,32 @@ class _Path:
 
     def num_found(self) -> int:
         """Return how many blocks of it can be gone on from."""
-        return self._rules.last_whole(len(self._nodes) + len(self._behind), self._has)
+        num_places, rule, size = len(self._nodes) + len(self._behind), self._rules.packing, self._rules.block_size
+        if rule is not None:
+            chunks = range(num_places // rule.chunk_blocks(size))
+            num_chunks = next((chunk for chunk in chunks if self._chunk(chunk) is None), len(chunks))
+            num_places = min(num_places, rule.reach(num_chunks) // size)
+        return self._rules.last_whole(num_places, self._has)
+
+    def held_chunks(self, num_found: int) -> list[HeldBlock]:
+        """Return the blocks of packed chunks, of the first ``num_found`` of it, that the device lacks, in order."""
+        rule, size = self._rules.packing, self._rules.block_size
+        if rule is None:
+            return []
+        return [one for chunk in range(rule.num_packed(num_found * size)) for one in self._chunk(chunk) or ()]
+
+    def _chunk(self, chunk: int) -> list[HeldBlock] | None:
+        """Return what the host has of a packed chunk; nothing where the device has it, None where neither does."""
+        assert self._rules.packing is not None, "some group packs"
+        at = self._rules.packing.chunk_places(chunk, self._rules.block_size)[-1]
+        if at >= len(self._nodes):
+            path, key = self._behind[at - len(self._nodes)]
+        else:
+            node = self._nodes[at]
+            if node.packed is not None:
+                return []
+            path, key = digest_of(node), node.key
+        return held_chunk(self._host, path, key, len(self._rules)) or None
 
     def _has(self, at: int, group: int) -> bool:
         on_device = at < len(self._nodes) and self._nodes[at].blocks[group] is not None

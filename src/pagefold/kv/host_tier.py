@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from pagefold.kv.block import Block, BlockId, Node
-    from pagefold.kv.held_block import HeldBlock
+    from pagefold.kv.held_block import HeldBlock, HeldChunk
     from pagefold.kv.keep_rules import KeepRules
     from pagefold.kv.names import BlockName
     from pagefold.kv.tree import PrefixHit
@@ -102,7 +102,15 @@ class HostTier:
             found.append(held)
         return tuple(found)
 
-    def keep(self, name: BlockName, block_id: BlockId, *, num_hits: int = 0, is_live: bool = False) -> bool:
+    def keep(
+        self,
+        name: BlockName,
+        block_id: BlockId,
+        *,
+        num_hits: int = 0,
+        is_live: bool = False,
+        chunk: HeldChunk | None = None,
+    ) -> bool:
         """Keep the bytes of a block: plan to store them, unless they are held or all host blocks are in use.
 
         Args:
@@ -110,6 +118,7 @@ class HostTier:
             block_id: where its bytes are.
             num_hits: how often it was found on the device.
             is_live: whether the block stays what it is, so that the caller pins it until the store is over.
+            chunk: that of :class:`HeldBlock`.
 
         Returns whether a store was planned.
         """
@@ -122,6 +131,7 @@ class HostTier:
         if held is None:
             blocks.num_dropped += 1
             return False
+        held.chunk = chunk
         blocks.arrived(held)
         self._stores.append(StoreOp(block_id, held.host_id, is_live))
         return True

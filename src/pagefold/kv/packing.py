@@ -153,12 +153,11 @@ class Packing(Lodger):
             return
         num_places = cache.num_published
         node: Node | None = cache.tail
-        at = min(len(cache.chunks), num_places // self._chunk_blocks)
-        while at and cache.chunks[at - 1].node is None:
-            while num_places > at * self._chunk_blocks:
+        own = [at for at, chunk in enumerate(cache.chunks[: num_places // self._chunk_blocks]) if chunk.node is None]
+        for at in reversed(own):
+            while num_places > (at + 1) * self._chunk_blocks:
                 assert node is not None, "a path has as many nodes as are published"
                 node, num_places = node.parent, num_places - 1
-            at -= 1
             assert node is not None, "a path has as many nodes as are published"
             if not node.committed:  # its own, of a step that has not run
                 continue

@@ -114,7 +114,7 @@ class PrefixesByGroups(Prefixes):
     def begin(self, cache: SequenceCache, nodes: list[Node], hit: PrefixHit) -> list[Node]:
         """Let ``cache`` begin: at once with what the host holds, if nothing of ``hit`` has gone."""
         if hit.held and len(nodes) == len(hit.nodes):
-            own = self._rules.held_part(nodes, hit.num_blocks)
+            own = self._rules.of(hit.mask).held_part(nodes, hit.num_blocks)
             if self._holding.take_with_held(cache, own, hit):
                 return own
             nodes = attached_part(nodes)  # room was sought, and whom nobody held may have gone for it

@@ -35,6 +35,7 @@ class PrefixHit(NamedTuple):
         partial: a further node that agrees on its first ``num_partial_tokens`` tokens, to be copied and gone on from.
         held: blocks that the host tier holds, to be loaded; then there is no ``partial``. Group by group, in the order
             of their places: those that are behind ``nodes``, and those that nodes lack and whoever goes on needs.
+            Packed chunks that nodes lack come last, in order (``host_chunks.py``).
         num_behind: how many blocks of the path there are behind ``nodes``, thanks to ``held``.
         lost: the last node of the path that the tree knows, where that goes on behind ``num_blocks``: a window is gone
             that whoever goes on there needs. Else None.

@@ -115,7 +115,7 @@ def _packed_inputs(plan: StepPlan, geometry: KVGeometry) -> PackedInputs | None:
     rule, shape = group.keeps, UnitShape(group.block_size, group.num_cells)
     assert rule.window is not None, "chunks have a size"
     num_blocks = rule.chunk_blocks(group.block_size)
-    chunks = [[_units_of(chunk) for chunk in row] for row in plan.chunks]
+    chunks = [[_units_of(chunk, shape) for chunk in row] for row in plan.chunks]
     num_old = tuple(map(len, chunks))
     for row, granted in zip(plan.packing_rows, plan.granted, strict=True):
         ids = np.array([block.block_id for block in granted], np.int32)
@@ -125,10 +125,13 @@ def _packed_inputs(plan: StepPlan, geometry: KVGeometry) -> PackedInputs | None:
     return PackedInputs(rule.window, 0, tuple(map(tuple, chunks)), num_old, np.array(plan.mask_of, np.int32))
 
 
-def _units_of(chunk: PackedChunk) -> KeptUnits:
-    """Return what a step that packed ``chunk`` told of it."""
-    assert isinstance(chunk.counts, KeptUnits), "the core keeps what it was told"
-    return chunk.counts
+def _units_of(chunk: PackedChunk, shape: UnitShape) -> KeptUnits:
+    """Return where ``chunk`` lies now, of which the step that packed it told the counts alone.
+
+    A chunk that came back from another tier lies elsewhere than where it was packed.
+    """
+    assert isinstance(chunk.counts, np.ndarray), "the core keeps what it was told"
+    return KeptUnits(shape, np.array([block.block_id for block in chunk.blocks], np.int32), chunk.counts)
 
 
 def packed_by(plan: StepPlan, inputs: StepInputs) -> list[list[Packed]]:
@@ -136,14 +139,13 @@ def packed_by(plan: StepPlan, inputs: StepInputs) -> list[list[Packed]]:
     packed = inputs.attention.packed
     if packed is None or packed.num_old is None:
         return []
-    found = []
-    for row in plan.packing_rows:
-        of_row = []
-        for chunk in packed.chunks[row][packed.num_old[row] :]:
-            num_blocks = chunk.shape.num_blocks_for(chunk.counts)
-            of_row.append(Packed(num_blocks, replace(chunk, block_ids=chunk.block_ids[:num_blocks])))
-        found.append(of_row)
-    return found
+    return [
+        [
+            Packed(chunk.shape.num_blocks_for(chunk.counts), chunk.counts)
+            for chunk in packed.chunks[row][packed.num_old[row] :]
+        ]
+        for row in plan.packing_rows
+    ]
 
 
 def _group_inputs(

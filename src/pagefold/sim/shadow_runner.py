@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pagefold.kv.packing import Packed
+from pagefold.kv import Packed
 from pagefold.steps import DamagedBlocksError, StepResult
 
 if TYPE_CHECKING:
