@@ -41,7 +41,7 @@ def test_shares_alone_and_of_a_codec_are_measured_and_heeded(
     # Of 901 tokens 512 are older than the last two chunks.
     taken = {name: one["bytes_per_token"] / answer["exact_bytes_per_token"] for name, one in found.items()}
     assert taken["kv_keep 0.25"] < taken["kv_keep 0.5"] < 1
-    assert 1 - 512 / 901 * 0.8 < taken["kv_keep 0.5"] < 1 - 512 / 901 * 0.2
+    assert 1 - 512 / 901 * 0.6 < taken["kv_keep 0.5"] < 1 - 512 / 901 * 0.3
     assert all(one["kl"]["value"] != 0 for one in found.values())
     assert {found[name]["num_tokens"] for name in shares_of} == {2 * (899 - 512)}
     assert all(found["kv_keep 0.5"]["bins"][at]["kl"]["value"] == 0 for at in range(4))  # nothing is removed there
@@ -76,7 +76,7 @@ def test_beside_windows_what_the_other_layers_keep_is_counted(
     # Half of the layers keep all of 901 tokens, of which 512 are older, and the others a window of 24.
     taken = found["bytes_per_token"] / answer["exact_bytes_per_token"]
     most = 901 + 24
-    assert (most - 512 * 0.9) / most < taken < (most - 512 * 0.1) / most
+    assert (most - 512 * 0.75) / most < taken < (most - 512 * 0.25) / most
 
 
 MASK = "mask abc keeps 0.5"
