@@ -15,20 +15,36 @@ if TYPE_CHECKING:
     from pagefold.scheduler.step_in_flight import StepInFlight
     from pagefold.steps import StepResult
 
-__all__ = ["commit", "commit_packed", "publish", "publish_late"]
+__all__ = ["commit", "commit_packed", "join", "publish", "publish_late"]
 
 
-def commit(core: KVCore, promises: list[Promise], behind: StepInFlight | None) -> None:
-    """Commit the promises of a step that ran.
+def commit(core: KVCore, promises: list[Promise], behind: StepInFlight | None, *, joins: bool = True) -> list[Promise]:
+    """Commit the promises of a step that ran. Return those whose caches are to join others' blocks yet.
 
     Args:
         core: the KV core.
         promises: of the step.
         behind: the next step, if it is in flight: the caches that it reads keep their blocks until it ends.
+        joins: whether they join at once. Not where some of what the step wrote is corrupted: nobody may join that, so
+            it is dropped before :func:`join`.
     """
     for promise in promises:  # all of them first: some caches join blocks that are promised later in the step
         core.publishing.commit(promise, joins=False)
     late = [promise for promise in promises if promise.is_behind]
+    if not joins:
+        return late
+    join(core, late, behind)
+    return []
+
+
+def join(core: KVCore, late: list[Promise], behind: StepInFlight | None) -> None:
+    """Let caches join the blocks of others that had published the same tokens first.
+
+    Args:
+        core: the KV core.
+        late: their promises, which are committed.
+        behind: that of :func:`commit`.
+    """
     reads = behind.caches() if late and behind is not None else ()
     for promise in late:
         if behind is not None and promise.cache in reads:
@@ -37,23 +53,30 @@ def commit(core: KVCore, promises: list[Promise], behind: StepInFlight | None) -
             core.publishing.join(promise)
 
 
-def publish_late(core: KVCore, step: StepInFlight, behind: StepInFlight | None) -> None:
+def publish_late(
+    core: KVCore, step: StepInFlight, behind: StepInFlight | None, *, joins: bool = True
+) -> list[Promise]:
     """Publish what could not be promised when ``step`` was planned: now all tokens up to its own are known.
 
-    Arguments are those of :func:`commit`.
+    Arguments and what is returned are those of :func:`commit`.
     """
-    for joining in step.joins:
-        core.publishing.join(joining)
-    publish(core, [(request, request.num_computed_tokens) for request in step.filling], behind)
+    late = step.joins
+    if joins:
+        for joining in late:
+            core.publishing.join(joining)
+        late = []
+    return late + publish(core, [(one, one.num_computed_tokens) for one in step.filling], behind, joins=joins)
 
 
-def publish(core: KVCore, ends: Iterable[tuple[Request, int]], behind: StepInFlight | None) -> None:
+def publish(
+    core: KVCore, ends: Iterable[tuple[Request, int]], behind: StepInFlight | None, *, joins: bool = True
+) -> list[Promise]:
     """Publish what requests have computed up to some positions; all of it has been written.
 
     Args:
         core: the KV core.
         ends: the requests, each with its position.
-        behind: that of :func:`commit`.
+        behind, joins: those of :func:`commit`, as what is returned.
     """
     promises: list[Promise] = []
     for request, end in ends:
@@ -63,7 +86,7 @@ def publish(core: KVCore, ends: Iterable[tuple[Request, int]], behind: StepInFli
         promise = core.publishing.promise(cache, request.packed(), end)
         if promise is not None:
             promises.append(promise)
-    commit(core, promises, behind)
+    return commit(core, promises, behind, joins=joins)
 
 
 def commit_packed(

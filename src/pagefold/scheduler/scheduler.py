@@ -37,7 +37,7 @@ from pagefold.events import (
 from pagefold.request import FinishReason, Request, RequestStatus
 from pagefold.scheduler.admission import Admission
 from pagefold.scheduler.beams import Beams, leaders
-from pagefold.scheduler.committing import commit, commit_packed, publish_late
+from pagefold.scheduler.committing import commit, commit_packed, join, publish_late
 from pagefold.scheduler.corrupted import end_corrupted
 from pagefold.scheduler.ending import take_tokens
 from pagefold.scheduler.extras import apply_extras
@@ -257,7 +257,8 @@ class Scheduler:
         behind = self._flight.first
         plan = step.plan
         core = self.core
-        commit(core, step.promises, behind)
+        joins = not result.corrupted
+        late = commit(core, step.promises, behind, joins=joins)
         core.moves.copies_done(plan.copies)
         core.moves.host_done(plan.host_ops)
         requests = step.requests
@@ -268,7 +269,7 @@ class Scheduler:
             request.num_computed_tokens += num_tokens - num_uncounted.get(row, 0)
         any_ended = any(request.is_aborted for request in requests)
         if step.filling or step.joins:
-            publish_late(core, step, behind)
+            late += publish_late(core, step, behind, joins=joins)
         if core.packing.is_on:
             commit_packed(core, step, result, behind, self._emit)
         if core.trims:
@@ -277,6 +278,7 @@ class Scheduler:
         if result.corrupted:
             rows = [requests[row] for row in result.corrupted if row not in spoiled]
             self.corrupted, self.distrusted = end_corrupted(core, rows, self._emit)
+            join(core, late, behind)
             any_ended = True
         apply_extras(plan, result, step, dropped)
         fork_samples(step, core, self._queues)
