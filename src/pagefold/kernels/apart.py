@@ -6,7 +6,8 @@ no process runs what it compiled itself, and a first start says to the bit what 
 
 A process that only compiles need not make code of every part: a part is optimised where it is linked into the kernel,
 and nowhere else. Numba by itself would optimise it again at each level that it is linked into, and make code of it that
-nobody calls: more than half of the time.
+nobody calls: more than half of the time. What a call goes through once is not optimised at all: what takes a kernel's
+arguments apart, and what starts its threads. Of hundreds of arrays that takes as long as the kernel itself.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ __all__ = ["compile_apart", "main"]
 
 _RUNTIME = "nrt"
 """Numba's own: it is run while a kernel is compiled."""
+_ONCE = ("_ZN7cpython", "cfunc.", "__gufunc__")
+"""How Numba names what takes a call's arguments apart: that of Python, of C and of a thread."""
 _PROGRAM = "from pagefold.kernels.apart import main; main()"
 
 
@@ -58,20 +61,34 @@ def main() -> None:
     numba.config.CACHE_DIR = folder
     module, name, signature = pickle.loads(asked)  # noqa: S301
     kernel = getattr(importlib.import_module(module), name)
-    _optimise_only(kernel.py_func.__qualname__)
+    _optimise_only(kernel.py_func.__qualname__, starts_threads=bool(kernel.targetoptions.get("parallel")))
     kernel.compile(signature)
 
 
-def _optimise_only(name: str) -> None:
+def _optimise_only(name: str, *, starts_threads: bool) -> None:
     """Optimise the function of this name, with all that it calls, and from now on nothing else.
 
     What is left as it is cannot be run in this process: nothing but Numba's runtime is.
+
+    Args:
+        name: of the function.
+        starts_threads: whether it does no more than start threads, each of which runs what is in its loop.
     """
+    own = f"{len(name)}{name}B"  # as the names of its code have it
     whole = {name, _RUNTIME}
     tell_globals = JITCPUCodegen.set_env
 
     class Library(JITCodeLibrary):  # type: ignore[misc]  # Numba has no types
         """What was compiled of one function."""
+
+        def add_llvm_module(self, ll_module: Any) -> None:  # noqa: ANN401 - LLVM has no types
+            """Take code of the function. What a call goes through once is left as it is, whatever it is linked into."""
+            for function in ll_module.functions:
+                is_once = function.name.startswith(_ONCE) or (starts_threads and own in function.name)
+                if is_once and not function.is_declaration:
+                    function.add_function_attribute("noinline")
+                    function.add_function_attribute("optnone")
+            super().add_llvm_module(ll_module)
 
         def finalize(self) -> None:
             """Link what the function calls; optimise it and make code if it is one of those."""

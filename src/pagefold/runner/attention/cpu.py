@@ -222,5 +222,6 @@ def _member(tiles, member, num_members, sync, step_work, operands, slab, layer, 
 
 @kernel(parallel=True, error_model="numpy")
 def _run(tiles, num_members, sync, work, operands, slab, layer, scoring, scratch, partials):
-    for member in prange(num_members):
+    for index in prange(num_members):
+        member = np.int64(index)  # else all is typed twice: the index of such a loop has a sign here, and none there
         _member(tiles, member, num_members, sync, work, operands, slab, layer, scoring, scratch, partials)

@@ -500,6 +500,7 @@ def run_decoder(
     tiles, attention_tiles, num_members, sync, shares, weights, step, work, scoring, slab, room, scratch, partials
 ):
     """Compute a step: K and V into their blocks, logits into the room."""
-    for member in prange(num_members):
+    for index in prange(num_members):
+        member = np.int64(index)  # else all is typed twice: the index of such a loop has a sign here, and none there
         attention = _Attention(attention_tiles, work, slab, scoring, member_scratch(scratch, member), partials)
         _member(tiles, _Team(member, num_members, sync, shares), weights, step, attention, room)
