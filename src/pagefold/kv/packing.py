@@ -13,6 +13,8 @@ and not before, so it is planned as if all were::
 
     core.packing.give_back(cache)               the step is not run after all: likewise
 
+Where there is no room for all the chunks that a step could pack, it computes so few tokens that it packs one.
+
 After ``commit`` the chunk lies at the last node of its tokens, if that is published; whoever comes after goes on with
 it. Where somebody else was sooner, the cache takes over what lies there, which is the same. No step may be in flight
 then that reads the cache: so nothing is planned behind a step that packs.
@@ -30,6 +32,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from pagefold.kv.block import PackedChunk
 from pagefold.kv.keep import NO_MASK
 from pagefold.kv.lodger import Lodger
+from pagefold.kv.table import num_blocks_for
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -76,10 +79,17 @@ class Packing(Lodger):
         self._blocks = blocks
         self._rule = rules.packing
         self._holding = holding
+        self._block_size, self._num_groups = rules.block_size, len(rules)
         self._chunk_blocks = rules.packing.chunk_blocks(rules.block_size)
         self._num_granted: Counter[int] = Counter()  # blocks, by mask
         self._num_kept: Counter[int] = Counter()
         self._group = len(rules)  # of no group that has a table: these blocks go with their nodes
+
+    @property
+    def least_step(self) -> int:
+        """How many tokens of a sequence one step computes where memory is short: as many as a chunk has."""
+        assert self._rule.window is not None, "chunks have a size"
+        return self._rule.window
 
     def expected_share(self, mask: int) -> float:
         """Return how much of what is granted for a chunk is expected to stay: what did of others, with a reserve.
@@ -181,6 +191,21 @@ class Packing(Lodger):
         """A step failed: what it was to pack is not packed."""
         for cache, _ in rows:
             self.give_back(cache)
+
+    def limit(self, cache: SequenceCache, start: int, num_tokens: int, num_all: int) -> int:  # noqa: ARG002
+        """Return how many tokens one step may compute: all, or so few that it packs one chunk, where memory is short.
+
+        What it packs is granted whole, beside what it packs from: of several chunks that is most of what a sequence
+        ever holds.
+        """
+        if cache.mask == NO_MASK or num_tokens <= self.least_step:
+            return num_tokens
+        end = start + num_tokens
+        num_new = (num_blocks_for(end, self._block_size) - cache.capacity // self._block_size) * self._num_groups
+        num_new += self.num_due(cache, end) * self._chunk_blocks - len(cache.granted)
+        if cache.copied_from is not None or cache.may_share_tail:  # a copy keeps what it reads, and a fork makes one
+            num_new += self._num_groups
+        return num_tokens if num_new <= self._blocks.num_available else self.least_step
 
     def draft_limit(self, cache: SequenceCache, start: int, num_tokens: int) -> int:
         """Return how many tokens a row may have that ends in drafts: none that has another chunk packed.

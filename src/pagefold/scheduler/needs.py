@@ -28,7 +28,7 @@ class Needs:
     def whole(self, request: Request) -> int:
         """Return the blocks that ``request`` is expected to hold at most at once, with the next token."""
         return self._core.num_blocks_for(
-            request.num_tokens + 1, self._max_num_batched_tokens, is_expected=True, mask=request.mask
+            request.num_tokens + 1, self._step_tokens(request), is_expected=True, mask=request.mask
         )
 
     def to_begin(self, request: Request, num_begun: int) -> int:
@@ -42,13 +42,20 @@ class Needs:
         """
         if not self._core.packing.is_on or request.mask == NO_MASK:
             return 0
-        num_tokens = min(request.num_tokens + 1, num_begun + self._max_num_batched_tokens)
-        return self._core.num_blocks_for(num_tokens, self._max_num_batched_tokens)
+        step_tokens = self._step_tokens(request)
+        return self._core.num_blocks_for(min(request.num_tokens + 1, num_begun + step_tokens), step_tokens)
 
     def growth(self, request: Request) -> int:
         """Return the blocks that ``request``, which runs, is expected to take yet, of what it has tokens for."""
         assert request.cache is not None
-        num_new = min(request.num_tokens - request.num_computed_tokens, self._max_num_batched_tokens)
+        num_new = min(request.num_tokens - request.num_computed_tokens, self._step_tokens(request))
         return self._core.num_blocks_for(
             request.num_tokens, num_new, request.cache, is_expected=True, mask=request.mask
         )
+
+    def _step_tokens(self, request: Request) -> int:
+        """Return the most tokens of ``request`` that a step computes where there is no room for more."""
+        packing = self._core.packing
+        if not packing.is_on or request.mask == NO_MASK:
+            return self._max_num_batched_tokens
+        return min(self._max_num_batched_tokens, packing.least_step)
