@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from random import Random
 
@@ -10,6 +11,8 @@ import torch
 from equivalence.packing_house import keep_random_scorer
 from equivalence.settings import long_but
 from equivalence.tiny_models import VOCAB_SIZE, save_tiny_model
+from store.memory_store import always_load
+from store.real_servers import NO_REDIS, REDIS_SERVER, redis_server
 
 from pagefold.config import EngineConfig
 from pagefold.engine.build import build_engine
@@ -17,6 +20,7 @@ from pagefold.engine.masking import kinds_of, packing_keeps
 from pagefold.engine.namespace import namespace_of
 from pagefold.engine.planning import plan_engine
 from pagefold.errors import ConfigError, InvalidRequestError
+from pagefold.kv import audit
 from pagefold.llm import LLM
 from pagefold.request import Caller
 from pagefold.runner.models import inspect_model
@@ -57,8 +61,6 @@ def test_shares_that_say_nothing_are_refused(shares, why):
     [
         ({"streaming_llm": 1024}, "streaming_llm"),
         ({"allow_streaming": True, "kv_offloading_size": 1.0}, "allow_streaming"),
-        ({"kv_disk_path": "/nowhere"}, "kv_disk_path"),
-        ({"kv_remote_url": "redis://127.0.0.1:1"}, "kv_remote_url"),
         ({"kv_cache_dtype": "kivi2"}, "kv_cache_dtype=kivi2"),
         ({"kv_cache_dtype": "int8", "kv_cache_dtype_skip_layers": (0,)}, "kv_cache_dtype_skip_layers"),
         ({"quantization": "int8"}, "quantization"),
@@ -236,3 +238,42 @@ def test_what_the_host_has_kept_comes_back_the_same(calibrated, codec):
             assert (found.num_cached_tokens > 1000) == comes_back
     assert core.host.num_loaded > 5 * 16
     assert any(held.chunk is not None for held in core.host.blocks.found())
+
+
+@pytest.fixture
+def tiers(tmp_path):
+    """Return settings of engines with a disk, and with a pool, whatever computing takes."""
+    with contextlib.ExitStack() as opened:
+        found = {"disk": {"kv_disk_path": str(tmp_path / "disk"), "kv_disk_size": 0.2}}
+        if REDIS_SERVER is not None:
+            server = opened.enter_context(redis_server(tmp_path))
+            found["remote"] = {"kv_remote_url": f"redis://127.0.0.1:{server.port}"}
+        yield found
+
+
+@pytest.mark.parametrize("codec", long_but(["auto"], ["auto", "int8"]))
+@pytest.mark.parametrize(
+    "tier", ["disk", pytest.param("remote", marks=pytest.mark.skipif(not REDIS_SERVER, reason=NO_REDIS))]
+)
+def test_after_a_restart_what_a_tier_has_comes_back_the_same(calibrated, tiers, tier, codec):
+    """Of all kinds, each to who asks for it; what is computed and what comes back have the same bits."""
+    random = Random(11)
+    prompts = [{"prompt_token_ids": random.choices(range(5, VOCAB_SIZE), k=1300)} for _ in range(2)]
+    names = "model", "dtype", "max_model_len", "kv_cache_memory_bytes"
+    settings = {name: getattr(calibrated, name) for name in names} | {"kv_cache_dtype": codec, "kv_keep": (1, 0.5)}
+    settings |= {"kv_offloading_size": 0.1, "kv_write_policy": "write_through", **tiers[tier]}
+    said = {}
+    for comes_back in (False, True):
+        llm = LLM(**settings)
+        always_load(llm.engine)
+        for share in (1, 0.5):
+            for at, prompt in enumerate(prompts):
+                (found,) = llm.generate([prompt], GREEDY, kv_keep=share)
+                assert (found.num_cached_tokens >= 1280) == comes_back
+                assert said.setdefault((share, at), found.outputs[0].token_ids) == found.outputs[0].token_ids
+                assert (found.outputs[0].kept_share is not None) == (share < 1)
+        audit(llm.engine.scheduler.core)
+        if comes_back:
+            assert llm.engine.tiering._slow.fetches.num_fetched > 2 * 80
+        llm.close()
+    assert said[1, 0] != said[0.5, 0]

@@ -56,16 +56,17 @@ class MemoryStore:
     def put(self, puts: Sequence[Put]) -> int:
         time.sleep(self.delay_s)
         with self._lock:
-            for name, payload, checksum in puts:
-                self.kept[name.digest] = self.frames.header(name, checksum) + bytes(payload)
+            for name, payload, checksum, note in puts:
+                self.kept[name.digest] = self.frames.header(name, checksum, note=note) + bytes(payload)
         return len(puts)
 
     def get(self, gets: Sequence[Get]) -> list[bytes | MissCause]:
         time.sleep(self.delay_s)
         with self._lock:
-            return [self._get(name, into) for name, into in gets]
+            return [self._get(get) for get in gets]
 
-    def _get(self, name: BlockName, into: memoryview) -> bytes | MissCause:
+    def _get(self, get: Get) -> bytes | MissCause:
+        name, into, note = get
         frame = bytearray(self.kept.get(name.digest, b""))
         if not frame:
             return MissCause.ABSENT
@@ -84,6 +85,8 @@ class MemoryStore:
         found = self.frames.check(bytes(frame[: self.frames.header_bytes]), into, name)
         if isinstance(found, MissCause):
             into[:] = bytes(len(into))
+        elif note is not None:
+            note.extend(self.frames.note_of(bytes(frame[: self.frames.header_bytes])))
         return found
 
     def count(self, names: Sequence[BlockName]) -> int:

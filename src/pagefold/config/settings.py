@@ -394,8 +394,6 @@ class EngineConfig:
         others = {
             "streaming_llm": self.streaming_llm is not None,
             "allow_streaming": self.allow_streaming,
-            "kv_disk_path": self.kv_disk_path is not None,
-            "kv_remote_url": self.kv_remote_url is not None,
             "kv_cache_dtype=kivi2": self.kv_cache_dtype == "kivi2",
             "kv_cache_dtype_skip_layers": bool(self.kv_cache_dtype_skip_layers),
             "quantization": self.quantization is not None,

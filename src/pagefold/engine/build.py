@@ -12,6 +12,7 @@ from pagefold.config import available_cpus, cache_dir
 from pagefold.engine.draft_model import model_drafter
 from pagefold.engine.drafting import NO_DRAFTING, Drafting
 from pagefold.engine.engine import Engine
+from pagefold.engine.kept_counts import check_notes, chunk_notes
 from pagefold.engine.limits import ModelLimits
 from pagefold.engine.masking import kinds_of
 from pagefold.engine.namespace import namespace_of
@@ -103,6 +104,7 @@ def build_engine(
         from pagefold.store import FrameFormat, open_stores  # noqa: PLC0415 - only here
 
         frames = FrameFormat.of(namespace, geometry)
+        check_notes(geometry, frames.most_note_bytes)
         codec_layout = codec_layout_on(blueprint.device)
         stores = [*open_stores(config, frames, lambda: block_form(geometry, codec_layout)), *stores]
     stores = list(stores)
@@ -143,7 +145,8 @@ def _assemble(
     runner, capacity, arena, measure_link = hardware.ready(blueprint, say)
     runner.warm_up()
     num_held = blueprint.capacity.num_host_blocks
-    host = HostTier(num_held, notes_unsaved=bool(stores)) if num_held else NO_HOST
+    notes = chunk_notes(geometry) if stores else None
+    host = HostTier(num_held, notes_unsaved=bool(stores), notes=notes) if num_held else NO_HOST
     slow, arbiter = NO_SLOW_TIERS, None
     if stores or measure_link is not None:
         compute_s = runner.seconds_per_token()

@@ -3,6 +3,7 @@
 from pagefold.kv.arbiter import Arbiter, LinkModel, Verdict
 from pagefold.kv.audit import AuditError, audit
 from pagefold.kv.block import Block, BlockId, BlockState, PackedChunk
+from pagefold.kv.chunk_notes import ChunkNotes, CountsForm
 from pagefold.kv.codec import CODECS, KV_CACHE_DTYPES, Codec
 from pagefold.kv.core import KVCore
 from pagefold.kv.eviction import EvictionPolicy, KeyPolicy, RequestFacts
@@ -46,8 +47,10 @@ __all__ = [
     "BlockTable",
     "CacheGroup",
     "CacheLayout",
+    "ChunkNotes",
     "Codec",
     "CopyOp",
+    "CountsForm",
     "DroppedPin",
     "EvictionPolicy",
     "Fetch",

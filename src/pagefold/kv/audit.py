@@ -365,11 +365,14 @@ def _audit_host(host: HostTier, others: Counter[int]) -> None:
 
 
 def _audit_host_chunks(core: KVCore) -> None:
-    """Of a packed chunk that the host holds the first block says which chunk that is, and no other block does."""
+    """Blocks of packed chunks that the host holds say which chunk that is, and no others do."""
     rule = core.rules.packing
     num_most = 0 if rule is None else rule.chunk_blocks(core.block_size)
     for one in core.host.blocks.all():
-        where, is_first = f"host block {one.host_id}", one.name.group == len(core.rules)
-        _check((one.chunk is not None) == is_first, f"{where}: of group {one.name.group}, with chunk {one.chunk}")
+        where, part = f"host block {one.host_id}", one.name.group - len(core.rules)
+        if not core.host.blocks.is_found(one):  # what is on its way says so when it is here
+            continue
+        _check((one.chunk is not None) == (part >= 0), f"{where}: of group {one.name.group}, with chunk {one.chunk}")
         if one.chunk is not None:
-            _check(0 < one.chunk.num_blocks <= num_most, f"{where}: of a chunk of {one.chunk.num_blocks} blocks")
+            is_of_it = part < one.chunk.num_blocks <= num_most
+            _check(is_of_it, f"{where}: block {part} of a chunk of {one.chunk.num_blocks} blocks")

@@ -134,17 +134,25 @@ class BlockCache:
                 continue
             if isinstance(one, PackedChunk):
                 assert one.node is not None, "what is cached is published"
-                self._keep_chunk(one.node)
+                self.keep_chunk(one.node)
                 num_evicted += self._evict_chunk(one)
                 continue
             for block in one.blocks:
                 if block is not None:
                     self._host.keep_evicted(one, block)
                     num_evicted += 1
-            self._keep_chunk(one)
+            self.keep_chunk(one)
             num_evicted += 0 if one.packed is None else len(one.packed.blocks)
             self._broken = self.evict(one, "allocation")
         return num_evicted
+
+    def keep_chunk(self, node: Node, *, is_live: bool = False) -> int:
+        """Let the host keep what was kept of the chunk that ends with a node, if one does; see :func:`keep_chunk`."""
+        if node.packed is None:
+            return 0
+        assert self._rules.packing is not None, "some group packs"
+        chunk_blocks = self._rules.packing.chunk_blocks(self._rules.block_size)
+        return keep_chunk(self._host, node, node.packed, chunk_blocks, is_live=is_live)
 
     def evict(self, node: Node, cause: EvictionCause) -> Node:
         """Take a leaf out of the tree, and those above it that have neither blocks nor other children.
@@ -247,19 +255,13 @@ class BlockCache:
         num_whole = len(node.blocks) - node.blocks.count(None)
         is_last = not node.children and num_whole == 1
         if is_last and (node.packed is None or self._note_chunk(node.packed)):
-            self._keep_chunk(node)
+            self.keep_chunk(node)
             num_gone = len(node.all_blocks) - node.blocks.count(None)
             self.evict(node, "allocation")
             return num_gone
         node.put(block.group, None)
         self._withdraw_block(node, block, "allocation")
         return 1
-
-    def _keep_chunk(self, node: Node) -> None:
-        """Let the host keep what was kept of the chunk whose last node goes, if it is one."""
-        if node.packed is not None:
-            assert self._rules.packing is not None, "some group packs"
-            keep_chunk(self._host, node, node.packed, self._rules.packing.chunk_blocks(self._rules.block_size))
 
     def _evict_chunk(self, chunk: PackedChunk) -> int:
         """Evict what was kept of a chunk; its node stays, if it has anything else. Return how many blocks went."""

@@ -140,7 +140,9 @@ class KVCore:
         self.uses = Uses(blocks, emit)
         self._holding = Holding(blocks, self.rules, self.moves, host, self.uses)
         packs = self.rules.packing is not None
-        assert not packs or not (slow.is_on or residuals.is_on), "what is packed is not sealed, and in no slow tier"
+        assert not packs or not residuals.is_on, "what is packed is not sealed"
+        assert not (packs and slow.is_on) or host.notes is not None, "slow tiers have to know what was packed"
+        assert not (packs and slow.is_on and self.rules.keeps_paths), "packed chunks lead through slow tiers alone"
         self.packing = Packing(blocks, self.rules, self._holding) if packs else NO_PACKING
         self.lodgers = Lodgers((residuals, self.streaming, self.packing))
         self.forgetting = Forgetting(blocks, self.rules, host, slow, self.pins, self.lodgers, self.caches, emit)
@@ -205,14 +207,14 @@ class KVCore:
         lost = hit.lost or (hit.nodes[-1] if num_whole < len(hit.nodes) else None)
         return hit._replace(nodes=hit.nodes[:num_whole], held=(), num_behind=0, lost=lost)
 
-    def missing(self, namespace: bytes, packed: bytes, max_tokens: int) -> Missing:
+    def missing(self, namespace: bytes, packed: bytes, max_tokens: int, mask: int = 0) -> Missing:
         """Return what of the whole blocks of ``packed`` neither device nor host has, behind those they have.
 
         Arguments are those of :meth:`match`.
         """
         if self.forgetting.doubts(namespace, packed):
             return NOTHING_MISSING
-        return self._prefixes.missing(namespace, packed, max_tokens)
+        return self._prefixes.missing(namespace, packed, max_tokens, mask=mask)
 
     # Sequences' caches.
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from pagefold.kv.arbiter import Arbiter
+    from pagefold.kv.chunk_notes import ChunkNotes
     from pagefold.kv.held_block import HeldBlock
     from pagefold.kv.host_blocks import HostBlocks
     from pagefold.kv.missing import Missing
@@ -88,12 +89,14 @@ class Fetches:
     Args:
         host: the arena's blocks.
         arbiter: whether loading pays.
+        notes: what comes with blocks of packed chunks, where there are some.
 
     Attributes:
         num_fetched, num_lost: blocks since the start: brought, and not brought though they were asked for.
     """
 
-    def __init__(self, host: HostBlocks, arbiter: Arbiter) -> None:
+    def __init__(self, host: HostBlocks, arbiter: Arbiter, notes: ChunkNotes | None = None) -> None:
+        self._notes = notes
         self.num_fetched = self.num_lost = 0
         self._host = host
         self._arbiter = arbiter
@@ -124,7 +127,7 @@ class Fetches:
             now: seconds.
             missing: what of the path is missing, whose first blocks these are.
         """
-        if missing.is_whole_or_nothing and not self._has_room_for(found):
+        if missing.is_whole_or_nothing and not self._has_room_for(found, missing.num_more):
             return None
         found = found[: self.max_waited]
         num_more = sum(name.digest not in self._by_digest for _, name in found)
@@ -144,11 +147,21 @@ class Fetches:
         self._advance(fetch)
         return fetch
 
-    def arrived(self, host_id: int, now: float, *, is_good: bool) -> None:
-        """A transfer has let go of a block: it is there, and right, or it could not be had."""
+    def arrived(self, host_id: int, now: float, *, is_good: bool, note: bytes = b"") -> None:
+        """A transfer has let go of a block: it is there, and right, or it could not be had.
+
+        Args:
+            host_id: where it was to come.
+            now: seconds.
+            is_good: whether it is there.
+            note: what came with it. A block of a packed chunk without the note of one is of no use.
+        """
         arrival = self._arriving.pop(host_id)
         held = arrival.held
         del self._by_digest[held.name.digest]
+        if is_good and self._notes is not None and self._notes.is_packed(held.name):
+            held.chunk = self._notes.read(held.name, note)
+            is_good = held.chunk is not None
         is_there = is_good and arrival.is_wanted
         if is_there:
             self.num_fetched += 1
@@ -230,14 +243,16 @@ class Fetches:
         num_places = fetch.missing.at_stake(num_left)
         return self._arbiter.goes_on(fetch.num_here, num_left, fetch.last_s - fetch.begun_s, num_places)
 
-    def _has_room_for(self, found: Sequence[tuple[str, BlockName]]) -> bool:
-        """Whether each of these blocks is here or on its way, or there is room for it."""
+    def _has_room_for(self, found: Sequence[tuple[str, BlockName]], num_later: int) -> bool:
+        """Whether each of these blocks is here or on its way, or there is room for it; and for so many later."""
         digests = {name.digest for _, name in found}
         lacking = [digest for digest in digests if self._host.get(digest) is None]
         coming = [arrival for digest in lacking if (arrival := self._by_digest.get(digest)) is not None]
         is_coming = all(arrival.is_wanted for arrival in coming)
-        num_more = len(lacking) - len(coming)
-        return len(found) <= self.max_waited and is_coming and self._host.has_room(num_more, besides=digests)
+        num_more = len(lacking) - len(coming) + num_later
+        return (
+            len(found) + num_later <= self.max_waited and is_coming and self._host.has_room(num_more, besides=digests)
+        )
 
     def _join(self, name: BlockName, fetch: Fetch) -> HeldBlock | None:
         """Pin a block that is here, or on its way for somebody else, and wait for it too."""

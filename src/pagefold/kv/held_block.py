@@ -20,11 +20,17 @@ class HeldChunk(NamedTuple):
         number: which chunk of its path it is.
         num_blocks: how many blocks it fills.
         counts: as of :class:`~pagefold.kv.PackedChunk`.
+        note: how slow tiers have it (``chunk_notes.py``); empty where there are none.
     """
 
     number: int
     num_blocks: int
     counts: object
+    note: bytes = b""
+
+    def is_as(self, other: HeldChunk) -> bool:
+        """Whether blocks of both are of one packing."""
+        return (self.number, self.num_blocks, self.note) == (other.number, other.num_blocks, other.note)
 
 
 class HeldBlock:
@@ -36,7 +42,7 @@ class HeldBlock:
         num_pins: how many planned copies and transfers read or write it, and requests wait for it.
         num_hits: how often it had been found on the device when it left.
         origin: the tier that it came from, until it is used: ``host``, ``disk`` or ``remote``.
-        chunk: of the first block of a packed chunk (``host_chunks.py``): which chunk that is; else None.
+        chunk: of a block of a packed chunk (``host_chunks.py``): which chunk that is; else None.
     """
 
     __slots__ = ("chunk", "host_id", "name", "num_hits", "num_pins", "origin")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pagefold.kv.host_chunks import held_chunk
+from pagefold.kv.host_chunks import ChunkPlace, held_chunk
 from pagefold.kv.names import digest_of, in_group, path_digest, root_digest
 from pagefold.kv.tree import TOKEN_BYTES, PrefixHit
 
@@ -105,7 +105,7 @@ class _Path:
             if node.packed is not None:
                 return []
             path, key = digest_of(node), node.key
-        return held_chunk(self._host, path, key, len(self._rules)) or None
+        return held_chunk(self._host, ChunkPlace(chunk, path, key, len(self._rules))) or None
 
     def _has(self, at: int, group: int) -> bool:
         on_device = at < len(self._nodes) and self._nodes[at].blocks[group] is not None

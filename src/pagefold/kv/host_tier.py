@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from pagefold.kv.block import Block, BlockId, Node
+    from pagefold.kv.chunk_notes import ChunkNotes
     from pagefold.kv.held_block import HeldBlock, HeldChunk
     from pagefold.kv.keep_rules import KeepRules
     from pagefold.kv.names import BlockName
@@ -37,9 +38,11 @@ class HostTier:
     Args:
         num_blocks: of the arena.
         notes_unsaved: whether slower tiers want to know what was stored.
+        notes: what they have of packed chunks beside the blocks, where there are some.
 
     Attributes:
         is_on: whether there is a host tier at all.
+        notes: as given.
         blocks: who has which block of the arena.
         num_stored, num_loaded: blocks since the start.
         in_flight: what steps move that have not ended.
@@ -47,7 +50,8 @@ class HostTier:
 
     is_on = True
 
-    def __init__(self, num_blocks: int, *, notes_unsaved: bool = False) -> None:
+    def __init__(self, num_blocks: int, *, notes_unsaved: bool = False, notes: ChunkNotes | None = None) -> None:
+        self.notes = notes
         self.blocks = HostBlocks(num_blocks, notes_unsaved=notes_unsaved)
         self.num_stored = self.num_loaded = 0
         self.in_flight: list[HostOps] = []

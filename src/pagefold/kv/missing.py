@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeAlias
 
+from pagefold.kv.host_chunks import ChunkPlace, held_chunk
 from pagefold.kv.names import digest_of, in_group, names_behind, root_digest
 from pagefold.kv.tree import TOKEN_BYTES
 
@@ -35,6 +36,9 @@ class Missing:
     at once are asked where the last place is whose windows are near or there; and all of the end of the path, if there
     is none.
 
+    Where chunks are packed, nothing leads to a path's end but these: tiers are asked for one block of each chunk first.
+    How many blocks it has is told with that, so the others are known when those have come: :meth:`rest` are these.
+
     What bringing them saves is counted in *places*, each of ``block_size`` tokens that are not computed: of several
     groups, blocks are more than places.
 
@@ -43,14 +47,22 @@ class Missing:
         near: what the host has of the path, heads before tails: what is brought is of no use without it.
         needs_windows: whether there are groups that do not, so that ``names`` are not all.
         is_whole_or_nothing: whether a part is of no use.
+        num_led: so many of the first ``names`` are those that were sought before, where windows are sought now.
+        num_more: how many blocks more there may be, which cannot be named yet.
     """
 
     needs_windows = False
     is_whole_or_nothing = False
+    num_more = 0
 
     def __init__(self, names: list[BlockName], near: Sequence[HeldBlock] = ()) -> None:
         self.names = names
         self.near = near
+        self.num_led = len(names)
+
+    def rest(self) -> Missing:
+        """Return what could not be named before ``names`` had come, and is missing yet."""
+        return NOTHING_MISSING
 
     def gain(self, num_blocks: int) -> int:
         """Return how many places need not be computed, given the first ``num_blocks`` of ``names``."""
@@ -84,13 +96,35 @@ class _Whole(Missing):
         names: of the groups that keep all, and behind them of the windows.
         near: see :class:`Missing`.
         num_places: that all of them are worth.
+        num_led: see :class:`Missing`.
+        unknown: packed chunks of which it is not known how many blocks they have.
     """
 
     is_whole_or_nothing = True
 
-    def __init__(self, names: list[BlockName], near: Sequence[HeldBlock], num_places: int) -> None:
+    def __init__(
+        self,
+        names: list[BlockName],
+        near: Sequence[HeldBlock],
+        num_places: int,
+        *,
+        num_led: int = 0,
+        unknown: Sequence[_Chunk] = (),
+    ) -> None:
         super().__init__(names, near)
+        self.num_led = num_led
+        self.num_more = sum(chunk.most_blocks - 1 for chunk in unknown)
         self._num_places = num_places
+        self._unknown = unknown
+
+    def rest(self) -> Missing:
+        names: list[BlockName] = []
+        for chunk in self._unknown:
+            lacking = chunk.lacking()
+            if not chunk.is_known:  # its first block has gone since
+                return NOTHING_MISSING
+            names += lacking
+        return _Whole(names, self.near, self._num_places) if names else NOTHING_MISSING
 
     def gain(self, num_blocks: int) -> int:
         return self._num_places if num_blocks == len(self.names) else 0
@@ -135,7 +169,8 @@ class _MissingByGroups(Missing):
         if not self.needs_windows:
             return self
         end = self._num_near + num_found // len(self._keeping)
-        return _Whole(self.names[:num_found] + self._lacking(end), self.near, end - self._num_whole)
+        names = self.names[:num_found] + self._lacking(end)
+        return _Whole(names, self.near, end - self._num_whole, num_led=num_found)
 
     def up_to(self, num_blocks: int) -> Missing:
         is_all = len(self.with_windows(len(self.names)).names) <= num_blocks
@@ -178,6 +213,100 @@ class _MissingWindows(_MissingByGroups):
         return self if most <= num_blocks else NOTHING_MISSING
 
 
+class _Chunk:
+    """A packed chunk of a path that neither device nor host has whole.
+
+    Args:
+        name: of the block of its path's last place.
+        place: where it is among the names of the path.
+        most_blocks: how many blocks a chunk fills at most.
+        host: the blocks of the host.
+    """
+
+    def __init__(self, name: BlockName, place: ChunkPlace, most_blocks: int, host: HostBlocks) -> None:
+        self.most_blocks = most_blocks
+        self._name = name
+        self._place = place
+        self._host = host
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the host holds its first block, which says how many there are."""
+        return self._place.held(self._host, 0) is not None
+
+    def lacking(self) -> list[BlockName]:
+        """Return the names of the blocks that the host lacks; of the first alone, where it lacks that."""
+        first = self._place.held(self._host, 0)
+        if first is None or first.chunk is None:
+            return [self._name_of(0)]
+        parts = [(part, self._place.held(self._host, part)) for part in range(1, first.chunk.num_blocks)]
+        return [
+            self._name_of(part)
+            for part, held in parts
+            if held is None or held.chunk is None or not held.chunk.is_as(first.chunk)
+        ]
+
+    def _name_of(self, part: int) -> BlockName:
+        group = self._place.num_groups + part
+        return self._name._replace(digest=in_group(self._place.path, group), group=group)
+
+
+class _MissingPacked(_MissingWindows):
+    """The same where chunks are packed: whoever goes on needs all of them, and they lead to the windows.
+
+    Args:
+        path, has, near, rules: those of :class:`_MissingByGroups`.
+        chunks: of the path; None for those that device or host have.
+    """
+
+    def __init__(
+        self,
+        path: list[BlockName],
+        has: list[list[bool]],
+        near: Sequence[HeldBlock],
+        rules: KeepRules,
+        chunks: list[_Chunk | None],
+    ) -> None:
+        super().__init__(path, has, near, rules)
+        assert rules.packing is not None, "some group packs"
+        self._rule = rules.packing
+        self._chunks = chunks
+        self._sought = [number for number, chunk in enumerate(chunks) if chunk is not None]
+        of_chunks = [self._lacking_of(number) for number in self._sought]
+        self.names = [lacking[0] for lacking in of_chunks]
+        self.num_led = len(self.names)
+        self._num_whole = rules.last_whole(self._reach(0), lambda at, group: has[at][group])
+
+    def with_windows(self, num_found: int, has: Has = has_nothing) -> Missing:
+        size = self._rules.block_size
+        most = self._reach(num_found)
+        end = self._rules.last_whole(most, lambda at, group: self._has[at][group] or has(self._name(at, group)))
+        if end <= self._num_whole:
+            end = most
+        if end <= self._num_whole:
+            return NOTHING_MISSING
+        needed = [number for number in self._sought if number < self._rule.num_packed(end * size)]
+        known = [name for number in needed for name in self._lacking_of(number)[1:]]
+        chunks = [chunk for number in needed if (chunk := self._chunks[number]) is not None]
+        return _Whole(
+            [*self.names[: len(needed)], *known, *self._lacking(end)],
+            self.near,
+            end - self._num_whole,
+            num_led=len(needed),
+            unknown=[chunk for chunk in chunks if not chunk.is_known],
+        )
+
+    def _reach(self, num_found: int) -> int:
+        """Return how many places of the path lead on, where the first ``num_found`` of ``names`` are found."""
+        num_chunks = self._sought[num_found] if num_found < len(self._sought) else len(self._chunks)
+        return min(len(self._path), self._rule.reach(num_chunks) // self._rules.block_size)
+
+    def _lacking_of(self, number: int) -> list[BlockName]:
+        chunk = self._chunks[number]
+        assert chunk is not None, "it is near"
+        return chunk.lacking()
+
+
 def missing_of_one_group(hit: PrefixHit, packed: bytes, stride: int) -> Missing:
     """Return what is missing of ``packed`` behind what ``hit`` found on device and host.
 
@@ -210,4 +339,16 @@ def missing_by_groups(hit: PrefixHit, packed: bytes, rules: KeepRules, host: Hos
         on_device = hit.nodes[at].blocks if at < len(hit.nodes) else [None] * len(rules)
         has.append([mine is not None or other is not None for mine, other in zip(on_device, on_host, strict=True)])
     near = [one for on_host in held for one in on_host if one is not None]
+    rule, size = rules.packing, rules.block_size
+    if rule is not None:
+        chunks: list[_Chunk | None] = []
+        for number in range(len(path) // rule.chunk_blocks(size)):
+            at = rule.chunk_places(number, size)[-1]
+            place = ChunkPlace(number, path[at].path, path[at].key, len(rules))
+            of_chunk = held_chunk(host, place)
+            is_on_device = at < len(hit.nodes) and hit.nodes[at].packed is not None
+            near += of_chunk
+            is_near = is_on_device or of_chunk
+            chunks.append(None if is_near else _Chunk(path[at], place, rule.chunk_blocks(size), host))
+        return _MissingPacked(path, has, near, rules, chunks)
     return (_MissingByGroups if rules.keeps_paths else _MissingWindows)(path, has, near, rules)

@@ -86,6 +86,10 @@ class Moves:
             if block is not None and not self._blocks.windows.is_spare(block) and self._host.keep_live(node, block):
                 self._blocks.pool.pin_io(block)
                 num_stored += 1
+        if node.packed is not None and (num_of_chunk := self._blocks.keep_chunk(node, is_live=True)):
+            for block in node.packed.blocks:
+                self._blocks.pool.pin_io(block)
+            num_stored += num_of_chunk
         if num_stored:
             self._blocks.update_evictable(node)
         return num_stored

@@ -85,7 +85,14 @@ class FetchOp(NamedTuple):
 
 
 class WriteOp(NamedTuple):
-    """Give a block of the host arena to the slow tiers, at any time."""
+    """Give a block of the host arena to the slow tiers, at any time.
+
+    Attributes:
+        host_id: where it is.
+        name: names what it holds.
+        note: what goes with it, of a packed chunk (``chunk_notes.py``).
+    """
 
     host_id: int
     name: BlockName
+    note: bytes = b""

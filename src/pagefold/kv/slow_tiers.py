@@ -38,7 +38,7 @@ class SlowTiers:
     def __init__(self, host: HostTier, policy: WritePolicy, arbiter: Arbiter) -> None:
         self.host = host
         self.arbiter = arbiter
-        self.fetches = Fetches(host.blocks, arbiter)
+        self.fetches = Fetches(host.blocks, arbiter, host.notes)
         self.writes = Writes(host.blocks, policy)
 
     @property

@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from pagefold.kv.fetches import Fetch
     from pagefold.kv.names import BlockName
@@ -43,12 +44,14 @@ class Fetched(NamedTuple):
         ops: which were asked for.
         found: for each of ``ops`` the block's checksum, or why it could not be had.
         seconds: how long it took, as if the tier had done nothing else meanwhile.
+        notes: what came with some of the blocks, by host block: see :class:`~pagefold.kv.WriteOp`.
     """
 
     tier: str
     ops: Sequence[FetchOp]
     found: Sequence[bytes | MissCause]
     seconds: float
+    notes: Mapping[int, bytes] = MappingProxyType({})
 
 
 class Found(NamedTuple):

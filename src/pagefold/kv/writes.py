@@ -141,4 +141,5 @@ class Writes:
         if self._is_unsaved(held):  # and has not left meanwhile
             host.pin_to_write(held)
             self._writing[held.host_id] = held
-            ops.append(WriteOp(held.host_id, held.name))
+            note = b"" if held.chunk is None else held.chunk.note
+            ops.append(WriteOp(held.host_id, held.name, note))

@@ -53,9 +53,7 @@ def join(core: KVCore, late: list[Promise], behind: StepInFlight | None) -> None
             core.publishing.join(promise)
 
 
-def publish_late(
-    core: KVCore, step: StepInFlight, behind: StepInFlight | None, *, joins: bool = True
-) -> list[Promise]:
+def publish_late(core: KVCore, step: StepInFlight, behind: StepInFlight | None, *, joins: bool = True) -> list[Promise]:
     """Publish what could not be promised when ``step`` was planned: now all tokens up to its own are known.
 
     Arguments and what is returned are those of :func:`commit`.
@@ -76,7 +74,8 @@ def publish(
     Args:
         core: the KV core.
         ends: the requests, each with its position.
-        behind, joins: those of :func:`commit`, as what is returned.
+        behind: that of :func:`commit`, as what is returned.
+        joins: likewise.
     """
     promises: list[Promise] = []
     for request, end in ends:

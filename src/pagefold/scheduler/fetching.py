@@ -2,12 +2,14 @@
 
 A *wanted* path is brought in three stages, each of which may be skipped. First it is not known what tiers have of it;
 then there is no room in the arena; then its blocks are on their way. In each it is waited for as long as that pays.
+Where blocks of packed chunks have come, what they say is missing beside them is brought in the same stages.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pagefold.kv.missing import NOTHING_MISSING
 from pagefold.request import RequestStatus
 
 if TYPE_CHECKING:
@@ -45,10 +47,11 @@ class Wanted:
         late_s: when answers of tiers, or room in the arena, are not waited for any more.
         verdict: how much of it is worth bringing; None until it is known what tiers have.
         fetch: its blocks on their way; None until there is room for them.
+        earlier: what had to come before it was known what else is missing; it is kept.
         is_over: the request does not wait any more; what has come is kept until the request is admitted.
     """
 
-    __slots__ = ("fetch", "found", "is_over", "late_s", "missing", "request", "ticket", "verdict")
+    __slots__ = ("earlier", "fetch", "found", "is_over", "late_s", "missing", "request", "ticket", "verdict")
 
     def __init__(self, request: Request | None, missing: Missing) -> None:
         self.request = request
@@ -58,6 +61,7 @@ class Wanted:
         self.late_s = 0.0
         self.verdict: Verdict | None = None
         self.fetch: Fetch | None = None
+        self.earlier: list[Fetch] = []
         self.is_over = False
 
     @property
@@ -82,6 +86,18 @@ class Wanted:
             has: whether a tier that answers at once has a block.
         """
         self.missing = self.missing.with_windows(len(self.found), has)
+        del self.found[self.missing.num_led :]
+
+    def seek_rest(self) -> bool:
+        """Seek what could not be named before the blocks of its fetch had come; False if there is nothing."""
+        fetch = self.fetch
+        assert fetch is not None, "nothing has come"
+        rest = self.missing.rest() if fetch.num_arrived == len(self.missing.names) else NOTHING_MISSING
+        if not rest.names:
+            return False
+        self.earlier.append(fetch)
+        self.missing, self.found, self.verdict, self.fetch = rest, [], None, None
+        return True
 
 
 class Fetching:
@@ -199,7 +215,10 @@ class Fetching:
         del wanted.found[self._slow.fetches.max_waited :]
         if wanted.is_useless or self.is_stopped:
             return False
-        wanted.verdict = verdict = arbiter.weigh(wanted.found, self._queued_bytes, wanted.missing.gain)
+        num_more = wanted.missing.num_more  # of the same tier, as far as anybody knows
+        tiers = wanted.found + wanted.found[-1:] * num_more
+        verdict = arbiter.weigh(tiers, self._queued_bytes, lambda num: wanted.missing.gain(num - num_more))
+        wanted.verdict = verdict = verdict._replace(num_blocks=max(0, verdict.num_blocks - num_more))
         if not verdict.num_blocks:
             return False
         wanted.late_s = now + _ROOM_SHARE * verdict.compute_s
@@ -230,6 +249,8 @@ class Fetching:
         """Keep nothing of it any more."""
         assert wanted.ticket is not None, "it was never held"
         del self._wanted[wanted.ticket]
+        for fetch in wanted.earlier:
+            self._slow.fetches.end(fetch)
         if wanted.fetch is not None:
             self._slow.fetches.end(wanted.fetch)
 
@@ -241,7 +262,7 @@ class Fetching:
             self._fetch(wanted, now)
             is_waiting = wanted.fetch is not None or now < wanted.late_s
         else:
-            is_waiting = not wanted.fetch.is_over
+            is_waiting = not wanted.fetch.is_over or self._bring_rest(wanted, now)
         if is_waiting:
             return
         wanted.is_over = True
@@ -250,4 +271,13 @@ class Fetching:
         if wanted.fetch is None or wanted.request is None:
             self._end(wanted)
         else:
-            self._slow.arbiter.account(wanted.missing.gain(wanted.fetch.num_arrived), now - wanted.fetch.begun_s)
+            begun_s = (*wanted.earlier, wanted.fetch)[0].begun_s
+            self._slow.arbiter.account(wanted.missing.gain(wanted.fetch.num_arrived), now - begun_s)
+
+    def _bring_rest(self, wanted: Wanted, now: float) -> bool:
+        """Blocks have come: bring what they say is missing beside them, if that pays; whether it is waited for."""
+        if not wanted.seek_rest():
+            return False
+        wanted.late_s = now
+        self.seek(wanted, now)
+        return wanted.fetch is not None or now < wanted.late_s

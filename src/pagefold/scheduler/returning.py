@@ -20,12 +20,14 @@ class Expected(NamedTuple):
         order: its place in the order of those that are due together.
         namespace: of its blocks.
         packed: its tokens, 4 bytes each.
+        mask: that of its last request.
     """
 
     due_s: float
     order: int
     namespace: bytes
     packed: bytes
+    mask: int = 0
 
 
 class Returning:
@@ -41,9 +43,9 @@ class Returning:
         """What all tokens that are remembered take."""
         return self._num_bytes
 
-    def add(self, due_s: float, namespace: bytes, packed: bytes) -> None:
+    def add(self, due_s: float, namespace: bytes, packed: bytes, mask: int = 0) -> None:
         """Expect a conversation."""
-        heapq.heappush(self._heap, Expected(due_s, self._num_added, namespace, packed))
+        heapq.heappush(self._heap, Expected(due_s, self._num_added, namespace, packed, mask))
         self._num_added += 1
         self._num_bytes += len(packed)
         while len(self._heap) > _MAX_EXPECTED or self._num_bytes > MAX_EXPECTED_BYTES:

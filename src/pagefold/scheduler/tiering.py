@@ -101,7 +101,7 @@ class Tiering:
     def begin(self, request: Request, now: float) -> None:
         """Hold a queued request back, if slow tiers have what it lacks, or may have."""
         self._ahead.add(request.request_id)
-        missing = self._missing(request.namespace, request.packed(), request.max_hit_tokens)
+        missing = self._missing(request.namespace, request.packed(), request.max_hit_tokens, request.mask)
         self._fetching.seek(Wanted(request, missing), now)
 
     def expect(self, request: Request, now: float) -> None:
@@ -112,7 +112,7 @@ class Tiering:
         if request.returns_in_s is not None:
             num_blocks = request.num_tokens // self._scheduler.core.block_size
             due_s = now + max(0.0, request.returns_in_s - self._slow.arbiter.compute_s(num_blocks))
-            self._returning.add(due_s, request.namespace, request.packed())
+            self._returning.add(due_s, request.namespace, request.packed(), request.mask)
 
     def wait(self, timeout_s: float) -> None:
         """Return when the transfer has done something, and take note of it; or after ``timeout_s``."""
@@ -127,7 +127,8 @@ class Tiering:
         self._fetching.let_go()  # first, since others wait for the room
         self._look_ahead(now)
         for expected in self._returning.take(now, _NUM_AHEAD):
-            missing = self._missing(expected.namespace, expected.packed, len(expected.packed) // TOKEN_BYTES)
+            num_tokens = len(expected.packed) // TOKEN_BYTES
+            missing = self._missing(expected.namespace, expected.packed, num_tokens, expected.mask)
             at_most = self._slow.fetches.max_waited // _SHARE_EXPECTED
             self._fetching.seek(Wanted(None, missing.up_to(at_most)), now)
         self._fetching.advance(now)
@@ -222,12 +223,12 @@ class Tiering:
             if request.status is RequestStatus.WAITING and request_id not in self._ahead and request_id not in served:
                 self.begin(request, now)
 
-    def _missing(self, namespace: bytes, packed: bytes, max_tokens: int) -> Missing:
+    def _missing(self, namespace: bytes, packed: bytes, max_tokens: int, mask: int) -> Missing:
         """Return what neither device nor host has, if it may be brought."""
         core = self._scheduler.core
         if self._fetching.is_stopped or not core.publishes:
             return NOTHING_MISSING
-        return core.missing(namespace, packed, max_tokens)
+        return core.missing(namespace, packed, max_tokens, mask=mask)
 
     def _note(self, outcome: Fetched | Found | Written, now: float) -> None:
         """Take note of one thing that the transfer has done."""
@@ -251,7 +252,7 @@ class Tiering:
                 causes[cause] = causes.get(cause, 0) + 1
             else:
                 self._arena.arrived(op.host_id, found)
-            self._slow.fetches.arrived(op.host_id, now, is_good=is_good)
+            self._slow.fetches.arrived(op.host_id, now, is_good=is_good, note=fetched.notes.get(op.host_id, b""))
         num_found = len(fetched.ops) - sum(causes.values())
         if num_found == len(fetched.ops):
             arbiter.links[fetched.tier].learn(num_found * arbiter.block_bytes, fetched.seconds)

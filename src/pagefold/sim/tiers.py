@@ -154,7 +154,7 @@ class SimTransfers:
         self._block_bytes = model.block_bytes(block_size, num_groups)
         self._num_batch = max(1, _BATCH_BYTES // self._block_bytes)
         self._most = model.disk_tokens // block_size * num_groups
-        self._kept: OrderedDict[bytes, None] = OrderedDict()  # least recently used first
+        self._kept: OrderedDict[bytes, bytes] = OrderedDict()  # notes by digest, least recently used first
         self._due: list[tuple[float, int, Fetch | None, Outcome]] = []
         self._num_begun = 0
         self._free_s = {"look": 0.0, "read": 0.0, "write": 0.0}
@@ -180,14 +180,15 @@ class SimTransfers:
                 batch = ops[at : at + self._num_batch]
                 found = [self._read(op.name) for op in batch]
                 seconds = self._seconds(len(batch))
-                self._begin("read", seconds, fetch, Fetched(tier, batch, found, seconds))
+                notes = {op.host_id: self._kept.get(op.name.digest, b"") for op in batch}
+                self._begin("read", seconds, fetch, Fetched(tier, batch, found, seconds, notes))
 
     def write(self, ops: Sequence[WriteOp]) -> None:
         """Write blocks; those used longest ago make room."""
         if not ops:
             return
         for op in ops:
-            self._kept[op.name.digest] = None
+            self._kept[op.name.digest] = op.note
             self._kept.move_to_end(op.name.digest)
         while len(self._kept) > self._most:
             self._kept.popitem(last=False)

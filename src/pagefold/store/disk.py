@@ -396,7 +396,7 @@ class DiskStore:
             OSError: none was, for the disk fails.
         """
         for run in self._segments.runs(places):
-            headers = [self.frames.header(put.name, put.checksum) for put in puts[run]]
+            headers = [self.frames.header(put.name, put.checksum, note=put.note) for put in puts[run]]
             try:
                 self._segments.write(places[run.start], headers, [put.payload for put in puts[run]])
             except OSError:

@@ -59,7 +59,10 @@ class FrameReader:
     def _check(self, frame: FoundFrame | None, get: Get) -> bytes | MissCause:
         if frame is None:
             return MissCause.IO_ERROR
-        return self._frames.check(frame.header, get.into if frame.is_whole else b"", get.name)
+        found = self._frames.check(frame.header, get.into if frame.is_whole else b"", get.name)
+        if get.note is not None and not isinstance(found, MissCause):
+            get.note.extend(self._frames.note_of(frame.header))
+        return found
 
 
 def _read(segments: SegmentFiles, places: Sequence[int], gets: Sequence[Get]) -> list[FoundFrame | None]:

@@ -215,7 +215,7 @@ def _frames(
         elif sizes.setdefault(frames.layout, frames.sizes) != frames.sizes:
             yield MissCause.OTHER_LAYOUT
         else:
-            yield frames, Put(name, memoryview(payload), checksum_of(payload))
+            yield frames, Put(name, memoryview(payload), checksum_of(payload), frames.note_of(header))
 
 
 def _put(store: DiskStore | None, batch: list[Put], names: Sequence[BlockName] = ()) -> int:

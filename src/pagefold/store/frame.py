@@ -4,18 +4,20 @@
 
     offset  bytes  field
          0      8  magic: "PAGEFOLD"
-         8      4  version: 1, or 2 where the payload is packed
+         8      4  version: 1; 2 where the payload is packed; 3 where there is a note, packed or not
         12      4  bytes of the header: a multiple of 4,096, so that the payload is aligned
         16     32  layout: digest of weights, config, dtype, block size and who computed the block
         48     32  namespace: digest of the whole namespace, tenant and salt included
         80     32  parent: digest of the path before the block
        112     32  block: digest of the path up to its end
        144      4  bytes of the tokens
-       148      4  zero; in version 2 the bytes of the payload as it is packed
+       148      4  the bytes of the payload as it is packed; zero if it is not
        152      8  bytes of the block, which is the payload if it is not packed
        160     16  checksum of the block: XXH3, 128 bits
        176      n  the block's tokens, 4 bytes each
-     176+n     16  checksum of all before it
+     176+n  2 + m  in version 3 alone: bytes of the note, and the note: what goes with a block of a packed chunk
+                   (``kv/chunk_notes.py``)
+               16  checksum of all before it
                    zeros to the end of the header, then the payload
 
 All numbers are little-endian. A frame is used only if every field is what the request needs; whatever is not is a miss
@@ -27,7 +29,7 @@ from __future__ import annotations
 import os
 import struct
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import xxhash
 
@@ -35,6 +37,7 @@ from pagefold.kv import TOKEN_BYTES, BlockName, KVGeometry, Namespace, root_dige
 from pagefold.kv.transfers import MissCause
 
 if TYPE_CHECKING:
+    from pagefold.store.protocol import Get
     from pagefold.transport.block_form import BlockForm
     from pagefold.transport.packing import Packing
 
@@ -46,11 +49,23 @@ ALIGNMENT = 4096
 VERSION = 1
 """The version of frames as they are written here, unpacked."""
 PACKED_VERSION = 2
-"""The version of frames whose payload is packed. Frames of other versions are not read."""
+"""The version of frames whose payload is packed."""
+NOTED_VERSION = 3
+"""The version of frames that have a note. Frames of other versions are not read."""
 
 _MAGIC = b"PAGEFOLD"
 _HEAD = struct.Struct("<8sII32s32s32s32sIIQ16s")
 _CHECKSUM_BYTES = 16
+_NOTE_SIZE = struct.Struct("<H")
+
+
+class _Header(NamedTuple):
+    """What a header says."""
+
+    name: BlockName
+    checksum: bytes
+    num_packed: int
+    note: bytes
 
 
 def checksum_of(payload: memoryview | bytes) -> bytes:
@@ -89,6 +104,11 @@ class FrameFormat:
         self.key_bytes = key_bytes
         self.header_bytes = -(-(_HEAD.size + key_bytes + _CHECKSUM_BYTES) // ALIGNMENT) * ALIGNMENT
         self.frame_bytes = self.header_bytes + block_bytes
+
+    @property
+    def most_note_bytes(self) -> int:
+        """Of a note: what there is room for in a header."""
+        return self.header_bytes - _HEAD.size - self.key_bytes - _NOTE_SIZE.size - _CHECKSUM_BYTES
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -131,25 +151,28 @@ class FrameFormat:
             return os.urandom(self.block_bytes)
         return bytes(self._packing.coarsened(memoryview(self._packing.trial_block())))
 
-    def encode(self, name: BlockName, payload: memoryview, checksum: bytes) -> tuple[bytes, memoryview]:
+    def encode(
+        self, name: BlockName, payload: memoryview, checksum: bytes, note: bytes = b""
+    ) -> tuple[bytes, memoryview]:
         """Return the header and the payload of a frame as it travels: packed if that makes it smaller.
 
         Args:
             name: of the block.
             payload: uint8, its bytes.
             checksum: checksum of the payload.
+            note: what goes with it.
         """
         if self._dropped_bits is None or self._packing is None:
-            return self.header(name, checksum), payload
+            return self.header(name, checksum, note=note), payload
         if self._dropped_bits and checksum_of(payload) != checksum:
-            return self.header(name, checksum), payload  # damaged: whoever reads it shall see that
+            return self.header(name, checksum, note=note), payload  # damaged: whoever reads it shall see that
         restored = self._packing.coarsened(payload)
         if restored is not payload:
             checksum = checksum_of(restored)
         packed = self._packing.pack(restored)
         if len(packed) >= self.block_bytes:
-            return self.header(name, checksum), restored
-        return self.header(name, checksum, len(packed)), memoryview(packed)
+            return self.header(name, checksum, note=note), restored
+        return self.header(name, checksum, len(packed), note), memoryview(packed)
 
     def decode(
         self, header: memoryview | bytes, sent: memoryview, into: memoryview, wanted: BlockName
@@ -165,7 +188,7 @@ class FrameFormat:
         found = self._read_header(header)
         if isinstance(found, MissCause):
             return found
-        num_packed = found[2]
+        num_packed = found.num_packed
         if num_packed:
             if self._packing is None or len(sent) != num_packed or not self._packing.unpack(sent, into):
                 return MissCause.DAMAGED
@@ -173,14 +196,22 @@ class FrameFormat:
             return MissCause.DAMAGED
         else:
             into[:] = sent
-        return self._verdict(found[0], found[1], into, wanted)
+        return self._verdict(found.name, found.checksum, into, wanted)
 
-    def header(self, name: BlockName, checksum: bytes, num_packed: int = 0) -> bytes:
+    def take(self, header: memoryview | bytes, sent: memoryview, get: Get) -> bytes | MissCause:
+        """Restore what was asked for; see :meth:`decode`."""
+        found = self.decode(header, sent, get.into, get.name)
+        if get.note is not None and not isinstance(found, MissCause):
+            get.note.extend(self.note_of(header))
+        return found
+
+    def header(self, name: BlockName, checksum: bytes, num_packed: int = 0, note: bytes = b"") -> bytes:
         """Return the header of a block that has ``checksum``, and is packed into so many bytes, or 0 if it is not."""
         assert len(name.key) == self.key_bytes, "a block of another size"
+        assert len(note) <= self.most_note_bytes, "a note that no header has room for"
         head = _HEAD.pack(
             _MAGIC,
-            PACKED_VERSION if num_packed else VERSION,
+            NOTED_VERSION if note else PACKED_VERSION if num_packed else VERSION,
             self.header_bytes,
             self.layout,
             name.namespace,
@@ -192,6 +223,8 @@ class FrameFormat:
             checksum,
         )
         head += name.key
+        if note:
+            head += _NOTE_SIZE.pack(len(note)) + note
         return (head + checksum_of(head)).ljust(self.header_bytes, b"\0")
 
     def read_header(self, header: memoryview | bytes) -> tuple[BlockName, bytes] | MissCause:
@@ -202,19 +235,26 @@ class FrameFormat:
         found = self._read_header(header)
         if isinstance(found, MissCause):
             return found
-        return MissCause.OTHER_VERSION if found[2] else found[:2]
+        return MissCause.OTHER_VERSION if found.num_packed else found[:2]
 
-    def _read_header(self, header: memoryview | bytes) -> tuple[BlockName, bytes, int] | MissCause:
-        """Return the block's name and checksum, and the bytes that it is packed into; 0 if it is not."""
+    def note_of(self, header: memoryview | bytes) -> bytes:
+        """Return the note of a frame whose header is right; empty where it has none."""
+        found = self._read_header(header)
+        assert not isinstance(found, MissCause), "a header that is wrong"
+        return found.note
+
+    def _read_header(self, header: memoryview | bytes) -> _Header | MissCause:
+        """Return what a header says, or what is wrong with it."""
         raw = bytes(header)
         if len(raw) < _HEAD.size or raw[: len(_MAGIC)] != _MAGIC:
             return MissCause.DAMAGED
         _, version, header_bytes, layout, namespace, parent, digest, key_bytes, num_packed, block_bytes, checksum = (
             _HEAD.unpack_from(raw)
         )
-        if version not in {VERSION, PACKED_VERSION}:
+        if version not in {VERSION, PACKED_VERSION, NOTED_VERSION}:
             return MissCause.OTHER_VERSION
-        end = _HEAD.size + key_bytes
+        key_end = _HEAD.size + key_bytes
+        end = _end_of_note(raw, version, key_end)
         if raw[end : end + _CHECKSUM_BYTES] != checksum_of(raw[:end]):
             return MissCause.DAMAGED
         if (layout, key_bytes, block_bytes, header_bytes) != (
@@ -224,9 +264,10 @@ class FrameFormat:
             self.header_bytes,
         ):
             return MissCause.OTHER_LAYOUT
-        if (num_packed > 0) != (version == PACKED_VERSION):
+        if version != NOTED_VERSION and (num_packed > 0) != (version == PACKED_VERSION):
             return MissCause.DAMAGED
-        return BlockName(digest, parent, namespace, raw[_HEAD.size : end]), checksum, num_packed
+        name = BlockName(digest, parent, namespace, raw[_HEAD.size : key_end])
+        return _Header(name, checksum, num_packed, raw[key_end + _NOTE_SIZE.size : end])
 
     def check(self, header: memoryview | bytes, payload: memoryview | bytes, wanted: BlockName) -> bytes | MissCause:
         """Return the checksum of ``payload`` if this is the frame of ``wanted``, whole and unchanged; or what is wrong.
@@ -253,6 +294,13 @@ class FrameFormat:
         return checksum
 
 
+def _end_of_note(raw: bytes, version: int, end: int) -> int:
+    """Return where a header's note ends, whose tokens end at ``end``; ``end`` where it has none."""
+    if version != NOTED_VERSION or len(raw) < end + _NOTE_SIZE.size:
+        return end
+    return end + _NOTE_SIZE.size + int(_NOTE_SIZE.unpack_from(raw, end)[0])
+
+
 def sizes_of(header: bytes) -> FrameFormat | None:
     """Return the format that the begin of a header, its first 4,096 bytes, says a frame has; None if it is damaged."""
     if len(header) < _HEAD.size or header[: len(_MAGIC)] != _MAGIC:
@@ -265,6 +313,7 @@ def sizes_of(header: bytes) -> FrameFormat | None:
     frames = FrameFormat(layout, block_bytes, key_bytes)
     if fields[2] != frames.header_bytes:
         return None
+    end = _end_of_note(header, fields[1], end)
     if end + _CHECKSUM_BYTES <= len(header) and header[end : end + _CHECKSUM_BYTES] != checksum_of(header[:end]):
         return None
     return frames

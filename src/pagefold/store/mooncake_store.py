@@ -192,7 +192,7 @@ class MooncakeStore:
         with self._call() as (lane, deadline):
             sizes = []
             for put, frame in zip(puts, lane.area, strict=False):
-                header, payload = self._form.encode(put.name, put.payload, put.checksum)
+                header, payload = self._form.encode(put.name, put.payload, put.checksum, put.note)
                 sizes.append(len(header) + len(payload))
                 frame[: len(header)] = np.frombuffer(header, np.uint8)
                 np.copyto(frame[len(header) : sizes[-1]], np.frombuffer(payload, np.uint8))
@@ -211,7 +211,7 @@ class MooncakeStore:
         if answer < 0:
             return _MISSES[answer]
         end = self._form.header_bytes
-        return self._form.decode(frame[: min(answer, end)].data, frame[end : max(answer, end)].data, get.into, get.name)
+        return self._form.take(frame[: min(answer, end)].data, frame[end : max(answer, end)].data, get)
 
     def _ask(self, verb: str, digests: Sequence[bytes], *, fine: Container[int] = ()) -> list[int]:
         with self._call() as (lane, deadline):

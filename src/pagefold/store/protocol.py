@@ -24,11 +24,13 @@ class Put(NamedTuple):
         name: names what the block holds.
         payload: uint8, its bytes, contiguous. They do not change until the call returns.
         checksum: checksum of the payload.
+        note: what goes with it: see :class:`~pagefold.kv.WriteOp`.
     """
 
     name: BlockName
     payload: memoryview
     checksum: bytes
+    note: bytes = b""
 
 
 class Get(NamedTuple):
@@ -37,10 +39,12 @@ class Get(NamedTuple):
     Attributes:
         name: names what the block holds.
         into: uint8, where its bytes go, contiguous. After a miss they mean nothing.
+        note: where its note goes, empty before; None if nobody wants it.
     """
 
     name: BlockName
     into: memoryview
+    note: bytearray | None = None
 
 
 class StoreUse(NamedTuple):

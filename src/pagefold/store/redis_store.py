@@ -163,7 +163,7 @@ class RedisStore:
         return self._prefix + digest.hex().encode()
 
     def _set(self, put: Put) -> tuple[Any, ...]:
-        header, payload = self._form.encode(put.name, put.payload, put.checksum)
+        header, payload = self._form.encode(put.name, put.payload, put.checksum, put.note)
         return "SET", self._key(put.name.digest), header + payload, *self._expiry
 
     def _taken(self, get: Get, answer: bytes | redis.ResponseError) -> bytes | MissCause:
@@ -173,7 +173,7 @@ class RedisStore:
         if not isinstance(answer, bytes) or len(answer) > self._form.frame_bytes:
             return MissCause.DAMAGED
         sent = memoryview(answer)[self._form.header_bytes :]
-        return self._form.decode(answer[: self._form.header_bytes], sent, get.into, get.name)
+        return self._form.take(answer[: self._form.header_bytes], sent, get)
 
     def _memory(self) -> Mapping[str, Any]:
         facts: Mapping[str, Any] = next(self._ask([("INFO", "memory")]))

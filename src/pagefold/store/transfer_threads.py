@@ -102,7 +102,8 @@ class TransferThreads:
         """Give blocks to all tiers."""
         if not ops:
             return
-        puts = [Put(op.name, self._arena.payload(op.host_id), self._arena.checksum(op.host_id)) for op in ops]
+        arena = self._arena
+        puts = [Put(op.name, arena.payload(op.host_id), arena.checksum(op.host_id), op.note) for op in ops]
         left = list(self._workers.values())
         num_kept = 0
 
@@ -191,9 +192,11 @@ class TransferThreads:
             num_reading = workers.num_reading
         began = time.monotonic()
         found: list[bytes | MissCause] = []
+        notes = [bytearray() for _ in ops]
         try:
             if fetch.is_wanted:
-                found = workers.store.get([Get(op.name, self._arena.payload(op.host_id)) for op in ops])
+                gets = zip(ops, notes, strict=True)
+                found = workers.store.get([Get(op.name, self._arena.payload(op.host_id), note) for op, note in gets])
             else:
                 found = [MissCause.LATE] * len(ops)
         except StoreError as error:
@@ -204,7 +207,8 @@ class TransferThreads:
         with self._lock:
             workers.num_reading -= 1
         found += [MissCause.IO_ERROR] * (len(ops) - len(found))
-        self._tell(Fetched(workers.store.tier, ops, found, seconds))
+        told = {op.host_id: bytes(note) for op, note in zip(ops, notes, strict=True) if note}
+        self._tell(Fetched(workers.store.tier, ops, found, seconds, told))
 
     def _tell(self, outcome: Outcome) -> None:
         self._outcomes.put(outcome)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 from numba import prange
 
 from pagefold.kernels.bits import bits_of
@@ -28,7 +29,6 @@ from pagefold.runner.attention.work import work_of
 from pagefold.runner.fused.pieces import ahead_of, claim_piece, deal, following_in
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
 
     from pagefold.runner.attention.kernel_slab import KernelSlab
@@ -503,4 +503,5 @@ def run_decoder(
     for index in prange(num_members):
         member = np.int64(index)  # else all is typed twice: the index of such a loop has a sign here, and none there
         attention = _Attention(attention_tiles, work, slab, scoring, member_scratch(scratch, member), partials)
-        _member(tiles, _Team(member, num_members, sync, shares), weights, step, attention, room)
+        team = _Team(member, num_members, sync, shares)  # type: ignore[arg-type]  # it is an int there
+        _member(tiles, team, weights, step, attention, room)
