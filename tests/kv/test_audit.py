@@ -743,7 +743,7 @@ CORRUPTIONS: list[tuple[Callable[[World], None], str]] = [
     (lost_host_block, "host blocks [0, 1, 2] in use"),
     (host_pins_miscounted, "host block 0: 2 pins"),
     (host_block_that_says_which_chunk_it_is_and_is_of_none, "host block 0: of group 0, with chunk"),
-    (host_chunk_of_a_core_that_packs_nothing, "host block 0: of a chunk of 1 blocks"),
+    (host_chunk_of_a_core_that_packs_nothing, "host block 0: block 0 of a chunk of 1 blocks"),
     (host_block_written_twice, "host block 0 is written 2 times"),
     (store_into_a_free_host_block, "is to be written, and holds nothing"),
     (kept_for_nobody, "kept for nobody"),

@@ -173,7 +173,7 @@ def test_known_blocks_are_not_written_again(store, witness):
     [
         (lambda frame: flipped(frame, FORM.header_bytes + 77), MissCause.DAMAGED),
         (lambda frame: flipped(frame, 20), MissCause.DAMAGED),
-        (lambda frame: flipped(frame, 8, 2), MissCause.OTHER_VERSION),
+        (lambda frame: flipped(frame, 8, 4), MissCause.OTHER_VERSION),
         (lambda frame: frame[:-1], MissCause.DAMAGED),
         (lambda frame: frame[:100], MissCause.DAMAGED),
         (lambda frame: frame + b"x", MissCause.DAMAGED),

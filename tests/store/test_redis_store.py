@@ -119,7 +119,7 @@ def test_behind_a_miss_all_is_absent(store, witness):
     [
         (lambda frame: flipped(frame, FORM.header_bytes + 77), MissCause.DAMAGED),
         (lambda frame: flipped(frame, 20), MissCause.DAMAGED),  # of the layout's digest: the header is not as written
-        (lambda frame: flipped(frame, 8, 2), MissCause.OTHER_VERSION),
+        (lambda frame: flipped(frame, 8, 4), MissCause.OTHER_VERSION),
         (lambda frame: frame[:-1], MissCause.DAMAGED),
         (lambda frame: frame[: FORM.header_bytes], MissCause.DAMAGED),
         (lambda frame: frame[:100], MissCause.DAMAGED),
