@@ -115,6 +115,7 @@ def test_codecs_beside_windows_are_refused(beside_windows):
         plan_engine(replace(beside_windows, kv_cache_dtype="int8"))
 
 
+@pytest.mark.long
 def test_layers_with_windows_keep_them(beside_windows):
     """Warm and cold are the same, and exact requests beside them those of an engine that packs nothing."""
     random = Random(2)

@@ -101,7 +101,7 @@ def test_soft_capping_and_sharp_scores(sharpness, softcap, interpreter):
     interpreter(interpreted.attend, SHAPES[0], RAGGED, "float32", BOUNDS["float32"] * sharpness, **made)
 
 
-@pytest.mark.parametrize("num_splits", [1, 8])
+@pytest.mark.parametrize("num_splits", long_but([8], [1, 8]))
 def test_sinks_have_their_share(num_splits, interpreter):
     """Once, however decoding is cut into splits; and whole beside codes, whose scores were centred."""
     made = {"per_head": False, "seed": 7, "sink_size": 3.0, "num_splits": num_splits}
@@ -428,13 +428,16 @@ def test_every_configuration_compiles_for_other_cards_and_fits(capability, dtype
 
 @pytest.mark.parametrize(
     ("flags", "group"),
-    [
-        ({"has_window": True}, 1),
-        ({"has_window": True, "is_chunked": True}, 4),
-        ({"has_softcap": True}, 3),
-        ({"has_sinks": True}, 8),
-        ({}, 32),
-    ],
+    long_but(
+        [({"has_window": True}, 1), ({"has_sinks": True}, 8)],
+        [
+            ({"has_window": True}, 1),
+            ({"has_window": True, "is_chunked": True}, 4),
+            ({"has_softcap": True}, 3),
+            ({"has_sinks": True}, 8),
+            ({}, 32),
+        ],
+    ),
 )
 def test_windows_softcaps_sinks_and_groups_compile(flags, group, compiler):
     for name in ("decode", "prefill"):
@@ -459,7 +462,9 @@ def test_what_writes_and_reads_codes_of_windows_compiles(name, codec, compiler):
     assert shared_bytes <= MAX_SHARED_BYTES[9, 0]
 
 
-@pytest.mark.parametrize(("dtype", "head_dim"), [("bfloat16", 64), ("bfloat16", 128), ("float32", 128)])
+@pytest.mark.parametrize(
+    ("dtype", "head_dim"), long_but([("bfloat16", 128)], [("bfloat16", 64), ("bfloat16", 128), ("float32", 128)])
+)
 def test_no_register_is_spilled_on_an_h100(dtype, head_dim, compiler):
     for name, has_window in product(("decode", "prefill"), (False, True)):
         how = {"function": compiled_for_cards.spilled_bytes, "has_window": has_window}
@@ -483,7 +488,7 @@ def test_codes_compile_for_an_h100_spill_nothing_and_are_encoded_without_fused_a
             assert compiler(kernel, "bfloat16", head_dim, 4, (9, 0), **how) == 0
 
 
-@pytest.mark.parametrize("codec", long_but([None, "kivi2"], [None, "int4_per_token_head", "k8v4", "kivi2"]))
+@pytest.mark.parametrize("codec", long_but([None], [None, "int4_per_token_head", "k8v4", "kivi2"]))
 def test_what_a_layer_launches_compiles(codec, compiler):
     """Arguments have the names of the kernels' parameters, and are such as Triton compiles for."""
     kernels = KERNELS if codec is None else SEALING_KERNELS if codec == "kivi2" else CODED_KERNELS

@@ -23,11 +23,10 @@ from pagefold.kv import KEEP_ALL, KeepRule
 
 pytestmark = pytest.mark.usefixtures("one_thread", "_with_constants")
 
-QUICK = {"host tier"}
 DEALT = [
-    pytest.param(setting, id=setting.name, marks=[] if setting.name in QUICK else [pytest.mark.long])
+    pytest.param(setting, id=setting.name)
     for number, setting in enumerate(ALL_SETTINGS)
-    if number % 3 == 2 or setting.name in QUICK
+    if number % 3 == 2 or setting.name == "host tier"
 ]
 EXACT = {"kv_cache_dtype": "kivi2", "dtype": "float64", "attention_backend": "reference"}
 """So that rounding decides no code."""
@@ -52,6 +51,7 @@ def alone(tiny_folder):
     return make
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("setting", DEALT)
 def test_outputs_are_those_alone(setting, tiny_folder, alone):
     run(coded(setting, "kivi2"), SHORT, tiny_folder, lambda _family, _num_outputs: alone(setting.block_size))

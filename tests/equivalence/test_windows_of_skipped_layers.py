@@ -91,6 +91,13 @@ def test_the_bytes_of_blocks_are_counted_with_their_padding(plan_of, where):
     assert capacity.block_bytes == capacity.num_blocks * max(used) <= 2**20 < capacity.block_bytes + max(used)
     assert capacity.host_bytes == capacity.num_host_blocks * max(used)
     assert capacity.num_blocks_per_request == geometry.layout.num_blocks_for(512, 32)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("where", SKIPPED)
+def test_an_engine_takes_the_bytes_that_were_counted(plan_of, where):
+    how = {"kv_cache_dtype": "int8_per_token_head", "kv_cache_dtype_skip_layers": SKIPPED[where]}
+    plan = plan_of(**how, kv_offloading_size=0.001)
     runner = build_engine(plan).runner
-    assert runner.slab.num_bytes == capacity.block_bytes
-    assert runner.arena.blocks.nbytes == capacity.host_bytes
+    assert runner.slab.num_bytes == plan.capacity.block_bytes
+    assert runner.arena.blocks.nbytes == plan.capacity.host_bytes
