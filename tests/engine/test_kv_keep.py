@@ -62,6 +62,10 @@ def test_shares_that_say_nothing_are_refused(shares, why):
         ({"streaming_llm": 1024}, "streaming_llm"),
         ({"allow_streaming": True, "kv_offloading_size": 1.0}, "allow_streaming"),
         ({"kv_cache_dtype": "kivi2"}, "kv_cache_dtype=kivi2"),
+        (
+            {"kv_cache_dtype": "int8", "kv_remote_url": "redis://127.0.0.1:1", "kv_transport_codec": "lossy6"},
+            "kv_transport_codec=lossy6",
+        ),
         ({"kv_cache_dtype": "int8", "kv_cache_dtype_skip_layers": (0,)}, "kv_cache_dtype_skip_layers"),
         ({"quantization": "int8"}, "quantization"),
         ({"speculative_config": "ngram"}, "speculative_config"),
@@ -263,6 +267,8 @@ def test_after_a_restart_what_a_tier_has_comes_back_the_same(calibrated, tiers, 
     names = "model", "dtype", "max_model_len", "kv_cache_memory_bytes"
     settings = {name: getattr(calibrated, name) for name in names} | {"kv_cache_dtype": codec, "kv_keep": (1, 0.5)}
     settings |= {"kv_offloading_size": 0.1, "kv_write_policy": "write_through", **tiers[tier]}
+    if tier == "remote" and codec == "int8":
+        settings["kv_transport_codec"] = "lossless"
     said = {}
     for comes_back in (False, True):
         llm = LLM(**settings)

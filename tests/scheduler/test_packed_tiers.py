@@ -117,7 +117,8 @@ class House:
         write = self.transfers.write
 
         def keep(ops):
-            self.stored |= {op.name.digest: self.arena[op.host_id] for op in ops}
+            new = [op for op in ops if op.name.digest not in self.transfers._kept]  # what is known is not rewritten
+            self.stored |= {op.name.digest: self.arena[op.host_id] for op in new}
             write(ops)
 
         self.transfers.write = keep
@@ -212,6 +213,7 @@ class House:
         if not self.scheduler.has_work:
             self.tiering.store_pending()
             due_s = min(self.tiering.next_due_s(), self.transfers.next_due_s)
+            assert due_s < float("inf") or not self.scheduler.fetching, "nothing will wake whoever waits"
             if due_s < float("inf"):
                 self.clock.advance_to(max(due_s, self.clock()))
         self.tiering.poll(self.clock())
@@ -339,20 +341,96 @@ def test_where_one_block_of_a_chunk_is_gone_what_lies_before_it_is_found(name):
     assert house.seen["less"]
 
 
-def test_nobody_waits_for_chunks_that_the_arena_has_no_room_for():
+def _restarted(before: House, num_held: int = 400, tiers=(DISK,), num_blocks: int = 90) -> House:
+    """Return a house that has what another one's slow tiers hold, and nothing else; its disk has all of that."""
+    house = House(before.core.rules, Random(0), num_blocks, num_held)
+    house.transfers.tiers = list(tiers)
+    house.transfers._kept, house.stored = before.transfers._kept.copy(), before.stored
+    house.transfers.count = lambda _, names: SimTransfers.count(house.transfers, DISK, names)
+    return house
+
+
+@pytest.mark.parametrize(("num_held", "waits"), [(400, True), (40, False)])
+def test_nobody_waits_for_chunks_that_the_arena_has_no_room_for(num_held, waits):
     """Only when their first blocks have come is it known how many there are: room is asked for all that may be."""
     before = House(RULES["alone"], Random(0), 90, 400)
     tokens = before.streams[0]
     _left_behind(before, tokens)
-    for num_held, waits in ((400, True), (40, False)):  # at most half of them may be waited for
-        house = House(RULES["alone"], Random(0), 90, num_held)
-        house.transfers.tiers = [DISK]
-        house.transfers.count = partial(SimTransfers.count, house.transfers)
-        house.transfers._kept, house.stored = before.transfers._kept.copy(), before.stored
+    house = _restarted(before, num_held)
+    again = house.add([*tokens, 1], 4)
+    assert (again.status is RequestStatus.FETCHING) == waits
+    house.drain()
+    assert (again.num_cached_tokens == len(tokens)) == waits
+
+
+def test_two_that_fit_alone_wait_for_each_other_and_not_in_vain():
+    before = House(RULES["alone"], Random(0), 180, 400)
+    for tokens in before.streams[:2]:
+        _left_behind(before, tokens)
+    house = _restarted(before, 66, num_blocks=180)
+    both = [house.add([*tokens, 1], 4) for tokens in before.streams[:2]]
+    house.drain()
+    assert [one.num_cached_tokens for one in both] == [60, 60]
+
+
+@pytest.mark.parametrize("tiers", [(DISK,), (DISK, POOL)])
+def test_a_pool_is_not_asked_for_what_a_disk_has_all_of(tiers):
+    before = House(RULES["alone"], Random(0), 90, 400)
+    tokens = before.streams[0]
+    _left_behind(before, tokens)
+    house = _restarted(before, tiers=tiers)
+    house.transfers.look = lambda *_: pytest.fail("a pool was asked")
+    again = house.add([*tokens, 1], 4)
+    house.drain()
+    assert again.num_cached_tokens == len(tokens)
+
+
+def test_blocks_of_two_packings_come_once_and_are_forgotten():
+    before = House(RULES["alone"], Random(0), 90, 400)
+    tokens = before.streams[0]
+    _left_behind(before, tokens)
+    house = _restarted(before)
+    kept = house.transfers._kept
+    parts: dict[bytes, list[bytes]] = {}
+    for digest, note in kept.items():
+        if note:
+            parts.setdefault(digest[:-1], []).append(digest)
+    victim = next(digests for digests in parts.values() if len(digests) > 2)[-1]
+    counts = int.from_bytes(kept[victim][6:], "little") + house.chunk_blocks  # another number of as many blocks
+    kept[victim] = kept[victim][:6] + counts.to_bytes(3, "little")
+    found = []
+    for _ in range(2):
         again = house.add([*tokens, 1], 4)
-        assert house.core.slow.fetches.is_quiet != waits
         house.drain()
-        assert (again.num_cached_tokens > 0) == waits
+        found.append(again.num_cached_tokens)
+        house.core.blocks.reclaim(90)
+        for _ in range(50):
+            house.clock.advance(0.1)
+            house.step()
+        house.core.forgetting.reset()
+    assert found[0] < found[1] == len(tokens)
+    assert house.core.slow.arbiter.regret_s > 0
+
+
+def test_what_has_come_before_it_was_asked_for_is_not_waited_for():
+    """A conversation is brought that is expected, and its request comes meanwhile: the pool answers too late."""
+    before = House(RULES["alone"], Random(0), 180, 400)
+    tokens = before.streams[0]
+    before.add(tokens, 1, NO_MASK)
+    before.drain()
+    for _ in range(50):
+        before.clock.advance(0.1)
+        before.step()
+    house = _restarted(before, tiers=(POOL,), num_blocks=180)
+    transfers, delays = house.transfers, iter((0.0, 1.0))
+    transfers.look = lambda tier, names, ticket: transfers._begin(
+        "look", next(delays), None, Found(tier, ticket, transfers.count(tier, names))
+    )
+    house.tiering._returning.add(0.0, b"exact", array("i", [*tokens, 1]).tobytes(), NO_MASK)
+    house.tiering.poll(0.0)
+    again = house.add([*tokens, 2], 4, NO_MASK)
+    house.drain()
+    assert again.num_cached_tokens == len(tokens)
 
 
 @pytest.mark.parametrize("note", [b"", b"\0", bytes(9), b"\1\0\0\0\1\0abc", b"\0\0\0\0\xff\xff\0\0\0"])

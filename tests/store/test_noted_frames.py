@@ -11,6 +11,7 @@ from real_servers import NO_REDIS, PATIENCE_S, REDIS_SERVER, redis_server
 
 from pagefold.kv import CODECS, BlockName, ChunkNotes, KVGeometry, Namespace
 from pagefold.kv.transfers import MissCause
+from pagefold.masks.packed import PACKED
 from pagefold.runner.block_form import block_form
 from pagefold.store.disk import DiskStore
 from pagefold.store.export import export_frames, import_frames
@@ -70,10 +71,13 @@ def test_whatever_turns_in_a_header_with_a_note_is_seen():
 
 
 def test_a_packed_payload_has_its_note_too():
-    geometry = KVGeometry(4, 2, 32, 4, 16, CODECS["int8_per_token_head"])
+    geometry = KVGeometry(4, 2, 32, 4, 16, CODECS["int8_per_token_head"], keeps=(PACKED,) * 4)
     plain = FrameFormat.of(Namespace(model="m", layout="l", dtype="d"), geometry)
     packs = plain.for_transport(block_form(geometry), 0)
-    payload = memoryview(packs.trial_block())
+    block = bytearray(packs.trial_block())
+    assert 0 < geometry.mark_begin < len(block)
+    block[geometry.mark_begin :] = Random(0).randbytes(len(block) - geometry.mark_begin)  # marks are no codes
+    payload = memoryview(block)
     name = BlockName(bytes(32), bytes(32), bytes(32), bytes(plain.key_bytes))
     header, sent = packs.encode(name, payload, checksum_of(payload), b"a note")
     assert len(sent) < len(payload)

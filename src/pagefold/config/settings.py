@@ -394,6 +394,7 @@ class EngineConfig:
         others = {
             "streaming_llm": self.streaming_llm is not None,
             "allow_streaming": self.allow_streaming,
+            f"kv_transport_codec={self.kv_transport_codec}": bool(DROPPED_BITS[self.kv_transport_codec]),
             "kv_cache_dtype=kivi2": self.kv_cache_dtype == "kivi2",
             "kv_cache_dtype_skip_layers": bool(self.kv_cache_dtype_skip_layers),
             "quantization": self.quantization is not None,

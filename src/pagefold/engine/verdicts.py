@@ -295,7 +295,7 @@ def _costly(config: EngineConfig, dtype: str, masks: Sequence[str]) -> Iterator[
         yield _Costly(
             what=what,
             floor=keep_floor_of(config),
-            config=replace(config, kv_transport_codec="none"),  # what a pool rounds is told of codecs alone
+            config=config,
             command=_command(config, f"--kv-keep {share}"),
             is_forced=False,
             remedy=f"Keep more, {other}or set another --kv-quality-floor: 0 for none.",

@@ -149,13 +149,16 @@ class Arbiter:
         self.links[tier].recover(_HOPE * self.least_bytes_per_s)
         return False
 
-    def weigh(self, tiers: list[str], queued_bytes: dict[str, int], gain: Callable[[int], int]) -> Verdict:
+    def weigh(
+        self, tiers: list[str], queued_bytes: dict[str, int], gain: Callable[[int], int], *, is_first: bool = True
+    ) -> Verdict:
         """Decide about blocks of one path.
 
         Args:
             tiers: of each block the tier that holds it, from the path's first missing block on.
             queued_bytes: what each tier has to deliver before.
             gain: of how many of the first blocks how many places need not be computed (:meth:`Missing.gain`).
+            is_first: whether the request is counted: it was not weighed before.
         """
         best = Verdict(0, 0.0, 0.0, 0.0)
         best_s = 0.0
@@ -174,9 +177,9 @@ class Arbiter:
                 best = Verdict(num_blocks, slowest_s, compute_s, max(_PATIENCE * compute_s, 2 * waits_s))
         if best.num_blocks:
             best = best._replace(patience_s=min(best.patience_s, best.compute_s))
-            self.num_loaded += 1
+            self.num_loaded += is_first
         else:
-            self.num_refused += 1
+            self.num_refused += is_first
             for tier in load_s:
                 self.links[tier].recover()
         return best

@@ -214,7 +214,8 @@ class KVCore:
         """
         if self.forgetting.doubts(namespace, packed):
             return NOTHING_MISSING
-        return self._prefixes.missing(namespace, packed, max_tokens, mask=mask)
+        of_chunk = self.packing.expected_blocks(mask) if self.packing.is_on else 0
+        return self._prefixes.missing(namespace, packed, max_tokens, mask=mask, of_chunk=of_chunk)
 
     # Sequences' caches.
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from pagefold.kv.ops import FetchOp
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from pagefold.kv.arbiter import Arbiter
     from pagefold.kv.chunk_notes import ChunkNotes
@@ -51,6 +51,7 @@ class Fetch:
         missing: what of the path is missing without them.
         is_over: nothing more will be waited for.
         ops: what must be brought for it, by tier.
+        num_later: so many blocks are expected to follow, for which room is kept (:attr:`Missing.num_more`).
     """
 
     __slots__ = (
@@ -63,6 +64,7 @@ class Fetch:
         "num_arrived",
         "num_coming",
         "num_here",
+        "num_later",
         "ops",
         "patience_s",
     )
@@ -76,6 +78,7 @@ class Fetch:
         self.missing = missing
         self.is_over = False
         self.ops: dict[str, list[FetchOp]] = {}
+        self.num_later = missing.num_more
 
     @property
     def is_wanted(self) -> bool:
@@ -130,8 +133,9 @@ class Fetches:
         if missing.is_whole_or_nothing and not self._has_room_for(found, missing.num_more):
             return None
         found = found[: self.max_waited]
-        num_more = sum(name.digest not in self._by_digest for _, name in found)
-        if num_more > self.max_waited - len({*self._arriving, *self._waited_ids()}):
+        num_new = sum(name.digest not in self._by_digest for _, name in found) + missing.num_more
+        num_kept = sum(fetch.num_later for fetch in self._fetches.values() if not fetch.is_over)
+        if num_new > self.max_waited - len({*self._arriving, *self._waited_ids()}) - num_kept:
             return None
         fetch = Fetch(now, patience_s, missing)
         for near in reversed(missing.near):  # else it might make room for what is of no use without it
@@ -147,14 +151,16 @@ class Fetches:
         self._advance(fetch)
         return fetch
 
-    def arrived(self, host_id: int, now: float, *, is_good: bool, note: bytes = b"") -> None:
+    def arrived(self, host_id: int, now: float, *, is_good: bool, note: bytes = b"") -> bool:
         """A transfer has let go of a block: it is there, and right, or it could not be had.
 
         Args:
             host_id: where it was to come.
             now: seconds.
             is_good: whether it is there.
-            note: what came with it. A block of a packed chunk without the note of one is of no use.
+            note: what came with it.
+
+        Returns whether it is what was asked for: a block of a packed chunk without the note of one is not.
         """
         arrival = self._arriving.pop(host_id)
         held = arrival.held
@@ -175,6 +181,14 @@ class Fetches:
                 self._advance(fetch)
                 fetch.is_over |= fetch.missing.is_whole_or_nothing and not is_there
         self._host.unpin([held])
+        return is_good
+
+    def reject(self, digests: Iterable[bytes]) -> None:
+        """What has come under these names is of no use together: it is found no more."""
+        for digest in digests:
+            held = self._host.get(digest)
+            if held is not None:
+                self._host.forget(held)
 
     def late(self, now: float) -> None:
         """Give up the fetches that do not pay any more."""

@@ -48,7 +48,7 @@ class Missing:
         needs_windows: whether there are groups that do not, so that ``names`` are not all.
         is_whole_or_nothing: whether a part is of no use.
         num_led: so many of the first ``names`` are those that were sought before, where windows are sought now.
-        num_more: how many blocks more there may be, which cannot be named yet.
+        num_more: how many blocks more are expected, which cannot be named yet.
     """
 
     needs_windows = False
@@ -63,6 +63,10 @@ class Missing:
     def rest(self) -> Missing:
         """Return what could not be named before ``names`` had come, and is missing yet."""
         return NOTHING_MISSING
+
+    def mixed(self) -> list[bytes]:
+        """Return the digests of all blocks of packed chunks that have come and are not of one packing."""
+        return []
 
     def gain(self, num_blocks: int) -> int:
         """Return how many places need not be computed, given the first ``num_blocks`` of ``names``."""
@@ -97,7 +101,7 @@ class _Whole(Missing):
         near: see :class:`Missing`.
         num_places: that all of them are worth.
         num_led: see :class:`Missing`.
-        unknown: packed chunks of which it is not known how many blocks they have.
+        chunks: packed ones, of which blocks are missing.
     """
 
     is_whole_or_nothing = True
@@ -109,13 +113,14 @@ class _Whole(Missing):
         num_places: int,
         *,
         num_led: int = 0,
-        unknown: Sequence[_Chunk] = (),
+        chunks: Sequence[_Chunk] = (),
     ) -> None:
         super().__init__(names, near)
         self.num_led = num_led
-        self.num_more = sum(chunk.most_blocks - 1 for chunk in unknown)
         self._num_places = num_places
-        self._unknown = unknown
+        self._chunks = chunks
+        self._unknown = [chunk for chunk in chunks if not chunk.is_known]
+        self.num_more = sum(chunk.num_expected - 1 for chunk in self._unknown)
 
     def rest(self) -> Missing:
         names: list[BlockName] = []
@@ -124,7 +129,10 @@ class _Whole(Missing):
             if not chunk.is_known:  # its first block has gone since
                 return NOTHING_MISSING
             names += lacking
-        return _Whole(names, self.near, self._num_places) if names else NOTHING_MISSING
+        return _Whole(names, self.near, self._num_places, chunks=self._chunks) if names else NOTHING_MISSING
+
+    def mixed(self) -> list[bytes]:
+        return [digest for chunk in self._chunks if chunk.is_mixed for digest in chunk.digests()]
 
     def gain(self, num_blocks: int) -> int:
         return self._num_places if num_blocks == len(self.names) else 0
@@ -219,20 +227,36 @@ class _Chunk:
     Args:
         name: of the block of its path's last place.
         place: where it is among the names of the path.
-        most_blocks: how many blocks a chunk fills at most.
+        num_expected: how many blocks it is expected to have.
         host: the blocks of the host.
+
+    Attributes:
+        num_expected: as given.
+        sought: the block that is asked for first.
     """
 
-    def __init__(self, name: BlockName, place: ChunkPlace, most_blocks: int, host: HostBlocks) -> None:
-        self.most_blocks = most_blocks
+    def __init__(self, name: BlockName, place: ChunkPlace, num_expected: int, host: HostBlocks) -> None:
+        self.num_expected = max(1, num_expected)
         self._name = name
         self._place = place
         self._host = host
+        self.sought = self.lacking()[0]
 
     @property
     def is_known(self) -> bool:
         """Whether the host holds its first block, which says how many there are."""
         return self._place.held(self._host, 0) is not None
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether the host holds blocks under its names that are not of one packing, or not of this chunk."""
+        return any(self._host.get(name.digest) is not None for name in self.lacking())
+
+    def digests(self) -> list[bytes]:
+        """Return what names its blocks, as far as they are known."""
+        first = self._place.held(self._host, 0)
+        num_parts = 1 if first is None or first.chunk is None else first.chunk.num_blocks
+        return [self._name_of(part).digest for part in range(num_parts)]
 
     def lacking(self) -> list[BlockName]:
         """Return the names of the blocks that the host lacks; of the first alone, where it lacks that."""
@@ -272,8 +296,7 @@ class _MissingPacked(_MissingWindows):
         self._rule = rules.packing
         self._chunks = chunks
         self._sought = [number for number, chunk in enumerate(chunks) if chunk is not None]
-        of_chunks = [self._lacking_of(number) for number in self._sought]
-        self.names = [lacking[0] for lacking in of_chunks]
+        self.names = [chunk.sought for chunk in chunks if chunk is not None]
         self.num_led = len(self.names)
         self._num_whole = rules.last_whole(self._reach(0), lambda at, group: has[at][group])
 
@@ -286,25 +309,20 @@ class _MissingPacked(_MissingWindows):
         if end <= self._num_whole:
             return NOTHING_MISSING
         needed = [number for number in self._sought if number < self._rule.num_packed(end * size)]
-        known = [name for number in needed for name in self._lacking_of(number)[1:]]
         chunks = [chunk for number in needed if (chunk := self._chunks[number]) is not None]
+        known = [name for chunk in chunks for name in chunk.lacking() if name != chunk.sought]
         return _Whole(
             [*self.names[: len(needed)], *known, *self._lacking(end)],
             self.near,
             end - self._num_whole,
             num_led=len(needed),
-            unknown=[chunk for chunk in chunks if not chunk.is_known],
+            chunks=chunks,
         )
 
     def _reach(self, num_found: int) -> int:
         """Return how many places of the path lead on, where the first ``num_found`` of ``names`` are found."""
         num_chunks = self._sought[num_found] if num_found < len(self._sought) else len(self._chunks)
         return min(len(self._path), self._rule.reach(num_chunks) // self._rules.block_size)
-
-    def _lacking_of(self, number: int) -> list[BlockName]:
-        chunk = self._chunks[number]
-        assert chunk is not None, "it is near"
-        return chunk.lacking()
 
 
 def missing_of_one_group(hit: PrefixHit, packed: bytes, stride: int) -> Missing:
@@ -322,7 +340,7 @@ def missing_of_one_group(hit: PrefixHit, packed: bytes, stride: int) -> Missing:
     return Missing(names_behind(root, parent, packed[hit.num_blocks * stride :], stride), hit.held)
 
 
-def missing_by_groups(hit: PrefixHit, packed: bytes, rules: KeepRules, host: HostBlocks) -> Missing:
+def missing_by_groups(hit: PrefixHit, packed: bytes, rules: KeepRules, host: HostBlocks, of_chunk: int = 0) -> Missing:
     """Return what is missing of ``packed`` where there are several groups.
 
     Args:
@@ -330,6 +348,7 @@ def missing_by_groups(hit: PrefixHit, packed: bytes, rules: KeepRules, host: Hos
         packed: a sequence's tokens, packed, as far as they may be found.
         rules: what each group keeps.
         host: the blocks of the host.
+        of_chunk: how many blocks a packed chunk is expected to fill, of which that is not known.
     """
     root = root_digest(hit.namespace)
     path = names_behind(root, root, packed, rules.block_size * TOKEN_BYTES)
@@ -342,13 +361,14 @@ def missing_by_groups(hit: PrefixHit, packed: bytes, rules: KeepRules, host: Hos
     rule, size = rules.packing, rules.block_size
     if rule is not None:
         chunks: list[_Chunk | None] = []
-        for number in range(len(path) // rule.chunk_blocks(size)):
+        for number in range(rule.num_packed(len(path) * size)):
             at = rule.chunk_places(number, size)[-1]
             place = ChunkPlace(number, path[at].path, path[at].key, len(rules))
-            of_chunk = held_chunk(host, place)
-            is_on_device = at < len(hit.nodes) and hit.nodes[at].packed is not None
-            near += of_chunk
-            is_near = is_on_device or of_chunk
-            chunks.append(None if is_near else _Chunk(path[at], place, rule.chunk_blocks(size), host))
+            is_near = at < len(hit.nodes) and hit.nodes[at].packed is not None
+            if not is_near:
+                parts = (place.held(host, part) for part in range(rule.chunk_blocks(size)))
+                near += [one for one in parts if one is not None]
+                is_near = bool(held_chunk(host, place))
+            chunks.append(None if is_near else _Chunk(path[at], place, of_chunk, host))
         return _MissingPacked(path, has, near, rules, chunks)
     return (_MissingByGroups if rules.keeps_paths else _MissingWindows)(path, has, near, rules)

@@ -26,6 +26,7 @@ hit ends as far behind the first that is gone as tokens see whole chunks.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -86,8 +87,8 @@ class Packing(Lodger):
         self._group = len(rules)  # of no group that has a table: these blocks go with their nodes
 
     @property
-    def least_step(self) -> int:
-        """How many tokens of a sequence one step computes where memory is short: as many as a chunk has."""
+    def short_step(self) -> int:
+        """How many tokens of a sequence one step computes at most where memory is short: as many as a chunk has."""
         assert self._rule.window is not None, "chunks have a size"
         return self._rule.window
 
@@ -101,6 +102,10 @@ class Packing(Lodger):
         if num_granted < _LEAST_GRANTED * self._chunk_blocks:
             return 1.0
         return min(1.0, self._num_kept[mask] / num_granted + _RESERVE)
+
+    def expected_blocks(self, mask: int) -> int:
+        """Return how many blocks a chunk is expected to fill, by the same."""
+        return math.ceil(self.expected_share(mask) * self._chunk_blocks)
 
     def kept_share(self, cache: SequenceCache) -> float | None:
         """Return what share of the blocks of its older chunks ``cache`` has kept; None where nothing is packed yet."""
@@ -178,7 +183,9 @@ class Packing(Lodger):
             else:
                 self._holding.take_chunk(theirs)
                 self._holding.release_chunk(chunk)
-                assert len(theirs.blocks) == len(chunk.blocks), "the same tokens, and another number was kept"
+                cache.num_packed_blocks += len(theirs.blocks) - len(
+                    chunk.blocks
+                )  # computed elsewhere, it may be others
                 cache.chunks[at] = theirs
 
     # What becomes of sequences.
@@ -198,14 +205,14 @@ class Packing(Lodger):
         What it packs is granted whole, beside what it packs from: of several chunks that is most of what a sequence
         ever holds.
         """
-        if cache.mask == NO_MASK or num_tokens <= self.least_step:
+        if cache.mask == NO_MASK or num_tokens <= self.short_step:
             return num_tokens
         end = start + num_tokens
         num_new = (num_blocks_for(end, self._block_size) - cache.capacity // self._block_size) * self._num_groups
         num_new += self.num_due(cache, end) * self._chunk_blocks - len(cache.granted)
-        if cache.copied_from is not None or cache.may_share_tail:  # a copy keeps what it reads, and a fork makes one
+        if cache.copied_from is not None or cache.may_share_tail:  # a copy may keep what it reads, and a fork makes one
             num_new += self._num_groups
-        return num_tokens if num_new <= self._blocks.num_available else self.least_step
+        return num_tokens if num_new <= self._blocks.num_available else self.short_step
 
     def draft_limit(self, cache: SequenceCache, start: int, num_tokens: int) -> int:
         """Return how many tokens a row may have that ends in drafts: none that has another chunk packed.

@@ -51,9 +51,12 @@ class Prefixes:
         hit = self._cut(self._tree.match(namespace, packed, max_tokens))
         return self._host.extend(hit, packed, max_tokens, self._stride)
 
-    def missing(self, namespace: bytes, packed: bytes, max_tokens: int, mask: int = 0) -> Missing:
-        """Return what device and host lack; see :meth:`KVCore.missing`."""
-        assert mask == 0, "all sequences keep all here"
+    def missing(self, namespace: bytes, packed: bytes, max_tokens: int, mask: int = 0, of_chunk: int = 0) -> Missing:
+        """Return what device and host lack; see :meth:`KVCore.missing`.
+
+        ``of_chunk`` is how many blocks a packed chunk is expected to fill, of which that is not known.
+        """
+        assert mask == 0 == of_chunk, "all sequences keep all here"
         packed = packed[: max(0, max_tokens) * TOKEN_BYTES]
         return missing_of_one_group(self.match(namespace, packed, max_tokens), packed, self._stride)
 
@@ -106,11 +109,11 @@ class PrefixesByGroups(Prefixes):
             return hit  # what a step writes now is not packed yet, and not lost
         return hit._replace(lost=whole.nodes[-1])
 
-    def missing(self, namespace: bytes, packed: bytes, max_tokens: int, mask: int = 0) -> Missing:
-        """Return what device and host lack; see :meth:`KVCore.missing`."""
+    def missing(self, namespace: bytes, packed: bytes, max_tokens: int, mask: int = 0, of_chunk: int = 0) -> Missing:
+        """Return what device and host lack; see :class:`Prefixes`."""
         packed = packed[: max(0, max_tokens) * TOKEN_BYTES]
         hit = self._tree.match(namespace, packed, max_tokens)
-        return missing_by_groups(hit, packed, self._rules.of(mask), self._host.blocks)
+        return missing_by_groups(hit, packed, self._rules.of(mask), self._host.blocks, of_chunk)
 
     def begin(self, cache: SequenceCache, nodes: list[Node], hit: PrefixHit) -> list[Node]:
         """Let ``cache`` begin: at once with what the host holds, if nothing of ``hit`` has gone."""

@@ -45,6 +45,9 @@ def block_form(geometry: KVGeometry, codec_layout: str = CODEC_LAYOUT) -> BlockF
             planes.append((section.begin, section.end, 1))
         else:
             parts.append(section.part)
+    end = whole[-1].end
+    if end < geometry.bytes_per_block:  # marks of what is kept
+        planes.append((end, geometry.bytes_per_block, 1))
     return BlockForm(geometry.bytes_per_block, parts, planes)
 
 

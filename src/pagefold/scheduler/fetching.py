@@ -30,6 +30,8 @@ _FAST = "disk"
 _LOOK_SHARE = 0.05
 """A request waits for a tier to say what it has for at most this share of the time that computing would take."""
 
+_PAST = float("-inf")
+
 _ROOM_SHARE = 0.5
 """A request waits for room in the arena for at most this share of the time that computing would take."""
 
@@ -47,11 +49,11 @@ class Wanted:
         late_s: when answers of tiers, or room in the arena, are not waited for any more.
         verdict: how much of it is worth bringing; None until it is known what tiers have.
         fetch: its blocks on their way; None until there is room for them.
-        earlier: what had to come before it was known what else is missing; it is kept.
+        first: what had to come before it was known what else is missing; it is kept. None while nothing is known so.
         is_over: the request does not wait any more; what has come is kept until the request is admitted.
     """
 
-    __slots__ = ("earlier", "fetch", "found", "is_over", "late_s", "missing", "request", "ticket", "verdict")
+    __slots__ = ("fetch", "first", "found", "is_over", "late_s", "missing", "request", "ticket", "verdict")
 
     def __init__(self, request: Request | None, missing: Missing) -> None:
         self.request = request
@@ -61,7 +63,7 @@ class Wanted:
         self.late_s = 0.0
         self.verdict: Verdict | None = None
         self.fetch: Fetch | None = None
-        self.earlier: list[Fetch] = []
+        self.first: Fetch | None = None
         self.is_over = False
 
     @property
@@ -95,8 +97,9 @@ class Wanted:
         rest = self.missing.rest() if fetch.num_arrived == len(self.missing.names) else NOTHING_MISSING
         if not rest.names:
             return False
-        self.earlier.append(fetch)
-        self.missing, self.found, self.verdict, self.fetch = rest, [], None, None
+        fetch.num_later = 0  # it is known now
+        self.missing, self.first = rest, fetch
+        self.found, self.verdict, self.fetch = [], None, None
         return True
 
 
@@ -174,8 +177,16 @@ class Fetching:
                 self._advance(wanted, now)
 
     def next_late_s(self) -> float:
-        """Return when an answer of a tier, or room, is not waited for any more; inf for never."""
-        return min((wanted.late_s for wanted in self._wanted.values() if wanted.fetch is None), default=float("inf"))
+        """Return when an answer of a tier, or room, is not waited for any more; inf for never.
+
+        That is long past for whom all has come since anybody looked, perhaps before it was asked for.
+        """
+        due = (
+            wanted.late_s if wanted.fetch is None else _PAST
+            for wanted in self._wanted.values()
+            if wanted.fetch is None or (wanted.fetch.is_over and wanted.is_waited_for)
+        )
+        return min(due, default=float("inf"))
 
     def _look(self, wanted: Wanted, tier: str, now: float) -> None:
         """Ask a tier what it has."""
@@ -216,8 +227,13 @@ class Fetching:
         if wanted.is_useless or self.is_stopped:
             return False
         num_more = wanted.missing.num_more  # of the same tier, as far as anybody knows
+        if len(wanted.found) + num_more > self._slow.fetches.max_waited:
+            return False
         tiers = wanted.found + wanted.found[-1:] * num_more
-        verdict = arbiter.weigh(tiers, self._queued_bytes, lambda num: wanted.missing.gain(num - num_more))
+        gain = wanted.missing.gain
+        verdict = arbiter.weigh(
+            tiers, self._queued_bytes, lambda num: gain(num - num_more), is_first=wanted.first is None
+        )
         wanted.verdict = verdict = verdict._replace(num_blocks=max(0, verdict.num_blocks - num_more))
         if not verdict.num_blocks:
             return False
@@ -249,10 +265,9 @@ class Fetching:
         """Keep nothing of it any more."""
         assert wanted.ticket is not None, "it was never held"
         del self._wanted[wanted.ticket]
-        for fetch in wanted.earlier:
-            self._slow.fetches.end(fetch)
-        if wanted.fetch is not None:
-            self._slow.fetches.end(wanted.fetch)
+        for fetch in (wanted.first, wanted.fetch):
+            if fetch is not None:
+                self._slow.fetches.end(fetch)
 
     def _advance(self, wanted: Wanted, now: float) -> None:
         """Go on to the next stage; where that is the last one, or waiting does not pay, let the request go on."""
@@ -268,11 +283,17 @@ class Fetching:
         wanted.is_over = True
         if wanted.request is not None:
             self._scheduler.ready(wanted.request)
+        mixed = wanted.missing.mixed() if wanted.fetch is not None else []
+        if mixed:  # else it would come again, and be of no use again
+            self._slow.fetches.reject(mixed)
+            self._transfer.forget(mixed)
+        begun = wanted.first or wanted.fetch
+        if begun is not None and wanted.request is not None:
+            has_all = wanted.fetch is not None and not wanted.missing.rest().names and not mixed
+            num_places = wanted.missing.gain(wanted.fetch.num_arrived) if wanted.fetch is not None and has_all else 0
+            self._slow.arbiter.account(num_places, now - begun.begun_s)
         if wanted.fetch is None or wanted.request is None:
             self._end(wanted)
-        else:
-            begun_s = (*wanted.earlier, wanted.fetch)[0].begun_s
-            self._slow.arbiter.account(wanted.missing.gain(wanted.fetch.num_arrived), now - begun_s)
 
     def _bring_rest(self, wanted: Wanted, now: float) -> bool:
         """Blocks have come: bring what they say is missing beside them, if that pays; whether it is waited for."""

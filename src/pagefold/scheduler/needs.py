@@ -58,4 +58,4 @@ class Needs:
         packing = self._core.packing
         if not packing.is_on or request.mask == NO_MASK:
             return self._max_num_batched_tokens
-        return min(self._max_num_batched_tokens, packing.least_step)
+        return min(self._max_num_batched_tokens, packing.short_step)

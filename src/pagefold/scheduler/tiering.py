@@ -245,6 +245,7 @@ class Tiering:
         arbiter = self._slow.arbiter
         self._fetching.arrived(fetched)
         causes: dict[TierMissCause, int] = {}
+        rejected: list[bytes] = []
         for op, found in zip(fetched.ops, fetched.found, strict=True):
             is_good = not isinstance(found, MissCause)
             if isinstance(found, MissCause):
@@ -252,7 +253,12 @@ class Tiering:
                 causes[cause] = causes.get(cause, 0) + 1
             else:
                 self._arena.arrived(op.host_id, found)
-            self._slow.fetches.arrived(op.host_id, now, is_good=is_good, note=fetched.notes.get(op.host_id, b""))
+            note = fetched.notes.get(op.host_id, b"")
+            if not self._slow.fetches.arrived(op.host_id, now, is_good=is_good, note=note) and is_good:
+                rejected.append(op.name.digest)  # else it would come again
+        if rejected:
+            causes[MissCause.OTHER_BLOCK.value] = causes.get(MissCause.OTHER_BLOCK.value, 0) + len(rejected)
+            self._transfer.forget(rejected)
         num_found = len(fetched.ops) - sum(causes.values())
         if num_found == len(fetched.ops):
             arbiter.links[fetched.tier].learn(num_found * arbiter.block_bytes, fetched.seconds)

@@ -188,7 +188,7 @@ class SimTransfers:
         if not ops:
             return
         for op in ops:
-            self._kept[op.name.digest] = op.note
+            self._kept.setdefault(op.name.digest, op.note)  # what is known is not rewritten
             self._kept.move_to_end(op.name.digest)
         while len(self._kept) > self._most:
             self._kept.popitem(last=False)
