@@ -11,8 +11,11 @@ take turns, step by step, so that a slow moment is slow for both. The scorer is 
   what is seen whole, and of older chunks so many as ``usage`` says were kept: what units leave empty is in that.
 * warm and cold: outputs of prompts whose prefix an earlier request has left, beside those of an engine without prefix
   caching, which has steps of another size.
+* mixed: outputs of exact requests that run beside as many of the same prompts that keep a share, beside those of an
+  engine that offers nothing else.
 
-    python benchmarks/kept_tokens.py [--only PART] [--num-steps 16] [--num-prompts 20] [--keep 0.5] [--json FILE]
+    python benchmarks/kept_tokens.py [--only PART] [--num-steps 16] [--num-prompts 20] [--keep 0.5] [--places 6]
+        [--json FILE]
 """
 
 from __future__ import annotations
@@ -38,6 +41,7 @@ from pagefold.hub.catalog import resolve
 from pagefold.masks.rule import CHUNK
 from pagefold.quality.reserved import for_evaluating
 from pagefold.quality.texts import fetch_default_texts
+from pagefold.request import Caller
 from pagefold.runner.fused.decoder import FusedDecoder
 from pagefold.sampling import SamplingParams
 from pagefold.tokenizer import Tokenizer
@@ -53,8 +57,8 @@ LONG, SHORT = 8192, 4096
 PREFILLED = 8000
 TOKEN_BYTES = 46_080
 """Of KV in float32."""
-PLACES = 6
-"""Requests of 4,096 tokens that fit into the budget of servers if all is kept, in 16 bit."""
+AT_A_TIME = 4
+"""Prompts of each kind that run together, where kinds are mixed."""
 ROOM_TO_ANSWER = 200
 """Tokens of an answer: so long that others are computed meanwhile, until memory is short."""
 ASKED_OF_DECODING = {SHORT: 0.70, LONG: 0.65}
@@ -95,11 +99,11 @@ class Bench:
     engine: Engine
     outputs: dict[str, list[int]] = field(default_factory=dict)
 
-    def add(self, name: str, prompt: list[int], num_out: int) -> None:
-        """Let a request come."""
+    def add(self, name: str, prompt: list[int], num_out: int, keep: float | None = None) -> None:
+        """Let a request come, of a kind that the engine offers."""
         self.outputs[name] = []
         how = SamplingParams(temperature=0.0, max_tokens=num_out, ignore_eos=True)
-        self.engine.add(name, prompt, how)
+        self.engine.add(name, prompt, how, Caller(kv_keep=keep))
 
     def step(self) -> int:
         """Run a step, if there is anything to do; return how many requests got a token."""
@@ -124,7 +128,12 @@ def _shares(keep: float | None) -> tuple[float, ...]:
 
 def make(keep: float | None, **settings: object) -> Bench:
     """Return an engine that keeps a share, or all."""
-    config = EngineConfig(model=MODEL, dtype="float32", kv_keep=_shares(keep), kv_quality_floor=0.0, **settings)  # type: ignore[arg-type]
+    return offering(_shares(keep), **settings)
+
+
+def offering(shares: tuple[float, ...], **settings: object) -> Bench:
+    """Return an engine that offers so large shares; none keep all."""
+    config = EngineConfig(model=MODEL, dtype="float32", kv_keep=shares, kv_quality_floor=0.0, **settings)  # type: ignore[arg-type]
     return Bench(build_engine(plan_engine(config), say=lambda _: None))
 
 
@@ -271,9 +280,14 @@ async def _send(url: str, prompts: list[Prompt]) -> dict[str, Any]:
     return dict(answer.json()["usage"])
 
 
-def at_once(texts: Texts) -> list[Row]:
-    """Compare how many requests run together in one budget."""
-    budget = PLACES * SHORT * TOKEN_BYTES // 2
+def at_once(texts: Texts, places: int) -> list[Row]:
+    """Compare how many requests run together in one budget.
+
+    Args:
+        texts: of the prompts.
+        places: requests of 4,096 tokens that fit into the budget if all is kept, in 16 bit.
+    """
+    budget = places * SHORT * TOKEN_BYTES // 2
     rows = []
     for length, keeps in ((SHORT, (0.5, 0.25)), (LONG, (0.5,))):
         budget_of = budget * length // SHORT
@@ -330,12 +344,37 @@ def warm_and_cold(keep: float, texts: Texts, num: int) -> Row:
     return Row("outputs that differ, warm and cold", "0", f"{differ} of {num}", differ == 0)
 
 
+def mixed(keep: float, texts: Texts, num: int) -> Row:
+    """Count outputs of exact requests that tell who ran beside them."""
+    shared = {"kv_cache_memory_bytes": 2**31, "max_model_len": LONG}
+    alone, beside = make(None, **shared), offering((1, keep), **shared)
+    random = Random(1)
+    for first in track(range(0, num, AT_A_TIME), "mixed"):
+        for at in range(first, min(num, first + AT_A_TIME)):
+            prompt = texts.take(random.randrange(600, 3000))
+            for bench in (alone, beside):
+                bench.add(f"{at}", prompt, 24)
+            beside.add(f"{at} kept", prompt, 24, keep)
+        for _ in _until_done([alone, beside]):
+            alone.step()
+            beside.step()
+    differ = sum(alone.outputs[str(at)] != beside.outputs[str(at)] for at in range(num))
+    others = sum(beside.outputs[f"{at} kept"] != beside.outputs[str(at)] for at in range(num))
+    told = f"{differ} of {num} (of those that keep a share {others} differ)"
+    return Row("exact outputs that differ, beside requests that keep a share", "0", told, differ == 0)
+
+
 def main() -> None:
     """Measure and report."""
     made = parser(__doc__)
-    made.add_argument("--only", choices=("prefill", "decode", "at-once", "warm"), help="a part of it")
+    made.add_argument("--only", choices=("prefill", "decode", "at-once", "warm", "mixed"), help="a part of it")
     made.add_argument("--num-steps", type=int, default=16, help="steps in which all decode")
-    made.add_argument("--num-prompts", type=int, default=20, help="prompts that are computed warm and cold")
+    made.add_argument(
+        "--num-prompts", type=int, default=20, help="prompts that are computed warm and cold, or by all kinds"
+    )
+    made.add_argument(
+        "--places", type=int, default=6, help="requests of 4,096 tokens that servers have room for if all is kept"
+    )
     made.add_argument(
         "--keep",
         type=float,
@@ -349,9 +388,11 @@ def main() -> None:
     if asked.only in (None, "prefill"):
         rows += prefilling(asked.keep, texts)
     if asked.only in (None, "at-once"):
-        rows += at_once(texts)
+        rows += at_once(texts, asked.places)
     if asked.only in (None, "warm"):
         rows.append(warm_and_cold(asked.keep, texts, asked.num_prompts))
+    if asked.only in (None, "mixed"):
+        rows.append(mixed(asked.keep, texts, asked.num_prompts))
     if asked.only in (None, "decode"):
         rows.append(decoding(asked.keep, SHORT, 32, asked.num_steps, texts))
         rows.append(decoding(asked.keep, LONG, 16, asked.num_steps, texts))

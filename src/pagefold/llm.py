@@ -41,7 +41,7 @@ class LLM:
         model: a built-in name such as ``smollm2-135m``, a local folder, or a hub id.
         disable_log_stats: False counts what happens, for :meth:`get_metrics`; as in vLLM, nothing is counted if not
             asked for.
-        settings: fields of :class:`~pagefold.config.settings.EngineConfig`: ``dtype``, ``block_size``,
+        settings: fields of :class:`~pagefold.config.engine_config.EngineConfig`: ``dtype``, ``block_size``,
             ``kv_cache_memory_bytes``, ``max_model_len``, ``max_num_seqs``, ``max_num_batched_tokens``,
             ``enable_prefix_caching``, ``seed``, ...
 

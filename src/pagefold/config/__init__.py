@@ -1,5 +1,14 @@
 """Settings, and what the environment and the machine say: nobody else reads these."""
 
+from pagefold.config.engine_config import (
+    DROPPED_BITS,
+    AttentionBackend,
+    Device,
+    Dtype,
+    EngineConfig,
+    ModelImpl,
+    TransportCodec,
+)
 from pagefold.config.environment import (
     cache_dir,
     environment_admin_key,
@@ -8,22 +17,9 @@ from pagefold.config.environment import (
     environment_remote_url,
     environment_traces,
 )
+from pagefold.config.flag import Flag
 from pagefold.config.machine import available_cpus, available_memory_bytes
-from pagefold.config.settings import (
-    DROPPED_BITS,
-    MAX_PRIORITY,
-    REASONING_PARSERS,
-    Account,
-    AttentionBackend,
-    Device,
-    Dtype,
-    EngineConfig,
-    Flag,
-    ModelImpl,
-    ServerConfig,
-    TransportCodec,
-    is_key,
-)
+from pagefold.config.server_config import MAX_PRIORITY, REASONING_PARSERS, Account, ServerConfig, is_key
 
 __all__ = [
     "DROPPED_BITS",

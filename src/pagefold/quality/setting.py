@@ -24,7 +24,7 @@ class Setting:
 
     Attributes:
         name: for tables.
-        overrides: fields of :class:`~pagefold.config.settings.EngineConfig` and their values.
+        overrides: fields of :class:`~pagefold.config.engine_config.EngineConfig` and their values.
         transport: how blocks are packed on their way to a pool: all but a step's own are as they come back from it.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Settings of the engine and of the server, frozen, each with what ``pagefold serve`` says of it.
+"""EngineConfig: settings of the engine, frozen, each with what ``pagefold serve`` says of it.
 
 Names and meaning of flags are vLLM's where vLLM has them.
 """
@@ -10,26 +10,20 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Annotated, Literal, TypeAlias, get_args
 
+from pagefold.config.flag import Flag, bad_value, check_types, one_of
 from pagefold.errors import ConfigError, InvalidRequestError
 from pagefold.kv import KV_CACHE_DTYPES
 from pagefold.kv.writes import WRITE_POLICIES, WritePolicy
 from pagefold.speculation.params import SpeculativeParams
-from pagefold.typecheck import wrong_type
 
 __all__ = [
     "DROPPED_BITS",
-    "MAX_PRIORITY",
-    "REASONING_PARSERS",
-    "Account",
     "AttentionBackend",
     "Device",
     "Dtype",
     "EngineConfig",
-    "Flag",
     "ModelImpl",
-    "ServerConfig",
     "TransportCodec",
-    "is_key",
 ]
 
 Dtype: TypeAlias = Literal["auto", "float32", "float64", "bfloat16", "float16"]
@@ -38,40 +32,15 @@ AttentionBackend: TypeAlias = Literal["auto", "cpu", "cuda", "reference"]
 ModelImpl: TypeAlias = Literal["auto", "pagefold", "transformers"]
 TransportCodec: TypeAlias = Literal["none", "lossless", "lossy7", "lossy6"]
 SchedulingPolicyName: TypeAlias = Literal["fcfs", "priority"]
-LogFormat: TypeAlias = Literal["text", "json"]
-LogLevel: TypeAlias = Literal["debug", "info", "warning", "error"]
 
-_TOOL_CALL_PARSERS = ("hermes", "smollm2")
-REASONING_PARSERS = ("deepseek_r1", "deepseek_v3", "glm45", "granite", "mistral", "qwen3", "seed_oss")
 _MAX_BLOCK_SIZE = 256
 _NUM_SINKS = 4
 """As in StreamingLLM (Xiao et al., 2023, section 3.3): four are enough."""
-_MAX_PORT = 65535
-_LEAST_OF_DOOR = {"max_body_bytes": 1, "max_connections": 1, "responses_store_bytes": 0, "max_queued_requests": 0}
 
 DROPPED_BITS: Mapping[TransportCodec, int | None] = MappingProxyType(
     {"none": None, "lossless": 0, "lossy7": 1, "lossy6": 2}
 )
 """How many of the lower bits of codes of 8 bit each rounds away; None packs nothing."""
-
-
-@dataclass(frozen=True, slots=True)
-class Flag:
-    """How ``pagefold serve`` takes a setting.
-
-    Attributes:
-        help: what it says of it.
-        metavar: what stands for the value there; None for the last word of its name.
-        name: of the flag, if it is not the setting's, without the unit of seconds.
-    """
-
-    help: str
-    metavar: str | None = None
-    name: str | None = None
-
-
-MAX_PRIORITY = 2**31
-"""A request's priority lies between this and its negative."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -276,49 +245,51 @@ class EngineConfig:
                 object.__setattr__(self, "speculative_config", SpeculativeParams.of(self.speculative_config).over(None))
             except InvalidRequestError as error:
                 raise ConfigError(error.message, remedy=error.remedy) from None
-        _check_types(self)
+        check_types(self)
         if self.speculative_config is not None:
             self.speculative_config.check_start()
-        _one_of("device", self.device, get_args(Device))
-        _one_of("dtype", self.dtype, get_args(Dtype))
-        _one_of("attention_backend", self.attention_backend, get_args(AttentionBackend))
-        _one_of("model_impl", self.model_impl, get_args(ModelImpl))
-        _one_of("kv_cache_dtype", self.kv_cache_dtype, ("auto", *KV_CACHE_DTYPES))
+        one_of("device", self.device, get_args(Device))
+        one_of("dtype", self.dtype, get_args(Dtype))
+        one_of("attention_backend", self.attention_backend, get_args(AttentionBackend))
+        one_of("model_impl", self.model_impl, get_args(ModelImpl))
+        one_of("kv_cache_dtype", self.kv_cache_dtype, ("auto", *KV_CACHE_DTYPES))
         if self.kv_cache_dtype_skip_layers and self.kv_cache_dtype == "auto":
             msg = "kv_cache_dtype_skip_layers is set, but no layer's KV is encoded."
             raise ConfigError(msg, remedy="Leave it out, or give a kv_cache_dtype such as int8_per_token_head.")
-        _one_of("quantization", self.quantization, (None, "int8", "w8a8_int8"))
-        _one_of("eviction_policy", self.eviction_policy, ("default", *POLICIES))
-        _one_of("scheduling_policy", self.scheduling_policy, get_args(SchedulingPolicyName))
+        one_of("quantization", self.quantization, (None, "int8", "w8a8_int8"))
+        one_of("eviction_policy", self.eviction_policy, ("default", *POLICIES))
+        one_of("scheduling_policy", self.scheduling_policy, get_args(SchedulingPolicyName))
         if not 0 < self.priority_aging_s < float("inf"):  # without end, priority 0 would have no order
-            raise _bad("priority_aging_s", self.priority_aging_s, "a positive number of seconds")
+            raise bad_value("priority_aging_s", self.priority_aging_s, "a positive number of seconds")
         if self.request_timeout_s is not None and not self.request_timeout_s > 0:
-            raise _bad("request_timeout_s", self.request_timeout_s, "a positive number of seconds, or none at all")
+            raise bad_value("request_timeout_s", self.request_timeout_s, "a positive number of seconds, or none at all")
         if not self.model:
             msg = "No model is named."
             raise ConfigError(msg, remedy="Give a built-in name such as smollm2-135m, a local folder, or a hub id.")
         if not 1 <= self.block_size <= _MAX_BLOCK_SIZE or self.block_size & (self.block_size - 1):
-            raise _bad("block_size", self.block_size, f"a power of two up to {_MAX_BLOCK_SIZE}")
+            raise bad_value("block_size", self.block_size, f"a power of two up to {_MAX_BLOCK_SIZE}")
         self._check_sizes()
 
     def _check_sizes(self) -> None:
         if self.threads is not None and self.threads < 1:
-            raise _bad("threads", self.threads, "at least 1")
+            raise bad_value("threads", self.threads, "at least 1")
         if self.kv_cache_memory_bytes is not None and self.kv_cache_memory_bytes <= 0:
-            raise _bad("kv_cache_memory_bytes", self.kv_cache_memory_bytes, "a positive number of bytes")
+            raise bad_value("kv_cache_memory_bytes", self.kv_cache_memory_bytes, "a positive number of bytes")
         if self.kv_quality_floor is not None and not 0 <= self.kv_quality_floor <= 1:
-            raise _bad("kv_quality_floor", self.kv_quality_floor, "a share between 0 and 1, such as 0.97")
+            raise bad_value("kv_quality_floor", self.kv_quality_floor, "a share between 0 and 1, such as 0.97")
         if not 0 < self.gpu_memory_utilization <= 1:
-            raise _bad("gpu_memory_utilization", self.gpu_memory_utilization, "above 0 and at most 1 (all of the card)")
+            raise bad_value(
+                "gpu_memory_utilization", self.gpu_memory_utilization, "above 0 and at most 1 (all of the card)"
+            )
         self._check_tiers()
         if isinstance(self.max_model_len, str):
-            _one_of("max_model_len", self.max_model_len, ("auto",))
+            one_of("max_model_len", self.max_model_len, ("auto",))
         elif self.max_model_len is not None and self.max_model_len < 2:  # noqa: PLR2004 - a prompt and an output token
-            raise _bad("max_model_len", self.max_model_len, "at least 2 tokens, or auto")
+            raise bad_value("max_model_len", self.max_model_len, "at least 2 tokens, or auto")
         if self.max_num_seqs < 1:
-            raise _bad("max_num_seqs", self.max_num_seqs, "at least 1")
+            raise bad_value("max_num_seqs", self.max_num_seqs, "at least 1")
         if self.max_num_batched_tokens < self.max_num_seqs:
-            raise _bad(
+            raise bad_value(
                 "max_num_batched_tokens",
                 self.max_num_batched_tokens,
                 f"at least max_num_seqs ({self.max_num_seqs}), so that every running request gets a token in each step",
@@ -340,20 +311,20 @@ class EngineConfig:
 
     def _check_tiers(self) -> None:
         if not 0 <= self.kv_offloading_size < float("inf"):
-            raise _bad("kv_offloading_size", self.kv_offloading_size, "a number of GiB, 0 for none")
+            raise bad_value("kv_offloading_size", self.kv_offloading_size, "a number of GiB, 0 for none")
         if self.allow_streaming and not self.kv_offloading_size:
             msg = "allow_streaming is set, but kv_offloading_size is 0: what of a request does not fit has no place."
             raise ConfigError(msg, remedy="Give kv_offloading_size, in GiB.")
-        _one_of("kv_write_policy", self.kv_write_policy, WRITE_POLICIES)
-        _one_of("kv_transport_codec", self.kv_transport_codec, tuple(DROPPED_BITS))
+        one_of("kv_write_policy", self.kv_write_policy, WRITE_POLICIES)
+        one_of("kv_transport_codec", self.kv_transport_codec, tuple(DROPPED_BITS))
         if self.kv_transport_codec != "none" and self.kv_remote_url is None:
             msg = f"kv_transport_codec is {self.kv_transport_codec}, but no block goes over a network."
             raise ConfigError(msg, remedy="Leave it out, or give a kv_remote_url. Blocks on a disk are not packed.")
         if not 0 < self.kv_disk_size < float("inf"):
-            raise _bad("kv_disk_size", self.kv_disk_size, "a positive number of GiB")
+            raise bad_value("kv_disk_size", self.kv_disk_size, "a positive number of GiB")
         for name in ("kv_disk_path", "kv_remote_url"):
             if getattr(self, name) == "":
-                raise _bad(name, "empty", "left out where there is none")
+                raise bad_value(name, "empty", "left out where there is none")
         if self.kv_remote_required and self.kv_remote_url is None:
             msg = "kv_remote_required is set, but there is no kv_remote_url."
             raise ConfigError(msg, remedy="Give one, or leave it out.")
@@ -364,14 +335,14 @@ class EngineConfig:
 
     def _check_sinks(self) -> None:
         if self.streaming_llm_sinks < 1:
-            raise _bad("streaming_llm_sinks", self.streaming_llm_sinks, "at least 1: without any, models fail")
+            raise bad_value("streaming_llm_sinks", self.streaming_llm_sinks, "at least 1: without any, models fail")
         if self.streaming_llm is None:
             if self.streaming_llm_sinks != _NUM_SINKS:
                 msg = f"streaming_llm_sinks is {self.streaming_llm_sinks}, and streaming_llm is not set."
                 raise ConfigError(msg, remedy="Give streaming_llm too, or leave it out.")
             return
         if self.streaming_llm < self.block_size:
-            raise _bad("streaming_llm", self.streaming_llm, f"at least a block of {self.block_size} tokens")
+            raise bad_value("streaming_llm", self.streaming_llm, f"at least a block of {self.block_size} tokens")
         if self.allow_streaming:
             msg = "streaming_llm and allow_streaming are set: what one gives back the other would read where it lies."
             raise ConfigError(msg, remedy="Leave one of them out.")
@@ -386,7 +357,7 @@ class EngineConfig:
             return
         for share in self.kv_keep:
             if not 0 < share <= 1:
-                raise _bad("kv_keep", share, "above 0, and 1 for all at most")
+                raise bad_value("kv_keep", share, "above 0, and 1 for all at most")
         if not self.masks or len(set(self.kv_keep)) < len(self.kv_keep):
             what = "names a share twice" if self.masks else "keeps all, as without it"
             msg = f"kv_keep is {','.join(map(str, self.kv_keep))}, which {what}."
@@ -407,181 +378,6 @@ class EngineConfig:
 
     def _check_pins(self) -> None:
         if not 0 <= self.max_pinned_share <= 1:
-            raise _bad("max_pinned_share", self.max_pinned_share, "between 0 (nothing is pinned) and 1")
+            raise bad_value("max_pinned_share", self.max_pinned_share, "between 0 (nothing is pinned) and 1")
         if not 0 < self.pin_half_life_s < float("inf"):
-            raise _bad("pin_half_life_s", self.pin_half_life_s, "a positive number of seconds")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Account:
-    """A key, and who holds it.
-
-    Attributes:
-        key: never shown.
-        tenant: whose blocks its requests share; empty for those whom no key file names.
-        customer_class: on what terms it is served; a label.
-        priority: of its requests, unless they bring one.
-        kv_keep: the share of older tokens that its requests have kept, unless they ask; None for the server's default.
-    """
-
-    key: str = field(repr=False)
-    tenant: str = ""
-    customer_class: str = ""
-    priority: int = 0
-    kv_keep: float | None = None
-
-
-def is_key(text: str) -> bool:
-    """Whether ``text`` can be an API key: what a header carries."""
-    return bool(text) and text.isascii() and text.isprintable() and " " not in text
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerConfig:
-    """How the server listens, whom it lets in, and what it tells.
-
-    Attributes:
-        host, port: where to listen; port 0 takes a free one.
-        served_model_name: what clients call the model; None for the name it was started with.
-        max_body_bytes: a larger request body is refused with 413.
-        max_connections: at once. One too many takes the place of one that has nothing to do, or is refused with 503.
-        http_header_timeout_s: how long the head of a request may take to come, in seconds.
-        http_body_timeout_s: how long its body may.
-        timeout_keep_alive_s: how long a connection stays after an answer if nothing comes.
-        drain_s: how long SIGTERM lets running requests finish, in seconds.
-        max_queued_requests: how many requests may be here beyond the ``max_num_seqs`` that can run; more are refused
-            with 429.
-        api_keys: clients must bring one of them, or an account's; none of either leaves the door open. Never shown.
-        accounts: keys with their tenants.
-        admin_api_key: what admin routes ask for; None closes them. Never shown.
-        metrics_key: what ``/metrics`` and ``/load`` ask for; None leaves them open where no accounts are, and is the
-            admin's alone where they are. Never shown.
-        open_metrics: leave them open beside accounts too.
-        allowed_origins: websites whose pages may use the server from a browser, as ``https://example.org``; ``*`` for
-            all.
-        allowed_methods, allowed_headers: what they may send.
-        allow_credentials: whether browsers send cookies along, for a proxy before the server. Not with ``*``.
-        log_format: ``text``, or ``json`` for one object a line.
-        log_level: ``debug``, ``info`` (a line for each request), ``warning`` or ``error``.
-        tool_call_parser: the form in which the model writes calls of tools; None for what its chat template says.
-        reasoning_parser: the form in which the model marks its thinking; None where it is not told from answers.
-        responses_store_bytes: memory for responses that clients go on from by their id; 0 keeps none.
-
-    Raises:
-        ConfigError: a value is out of range.
-    """
-
-    host: Annotated[str, Flag("Where to listen.")] = "127.0.0.1"
-    port: Annotated[int, Flag("0 takes a free one.")] = 8000
-    served_model_name: Annotated[str | None, Flag("What clients call the model; MODEL if not given.")] = None
-    max_body_bytes: Annotated[int, Flag("The largest request body, as 512K or 16M; more is a 413.", metavar="SIZE")] = (
-        4 * 2**20
-    )
-    max_connections: Annotated[int, Flag("At once; one too many takes the place of an idle one.")] = 4096
-    http_header_timeout_s: Annotated[float, Flag("Seconds that the head of a request may take to come.")] = 30.0
-    http_body_timeout_s: Annotated[
-        float, Flag("Seconds that its body may take; one that stalls is given up after 30.")
-    ] = 300.0
-    timeout_keep_alive_s: Annotated[float, Flag("Seconds that a connection stays after an answer.")] = 5.0
-    drain_s: Annotated[float, Flag("Seconds that SIGTERM lets running requests finish.", name="shutdown_timeout")] = (
-        30.0
-    )
-    max_queued_requests: Annotated[int, Flag("Requests beyond --max-num-seqs that may wait; more get a 429.")] = 1024
-    api_keys: Annotated[tuple[str, ...], Flag("Clients must bring it; may be given several times.", name="api_key")] = (
-        field(default=(), repr=False)
-    )
-    accounts: tuple[Account, ...] = ()
-    admin_api_key: Annotated[
-        str | None, Flag("What admin routes ask for; closed without. Or $PAGEFOLD_ADMIN_API_KEY.")
-    ] = field(default=None, repr=False)
-    metrics_key: Annotated[
-        str | None,
-        Flag(
-            "What /metrics and /load ask for; with --api-key-file and without it they are the "
-            "admin's. Or $PAGEFOLD_METRICS_KEY."
-        ),
-    ] = field(default=None, repr=False)
-    open_metrics: Annotated[bool, Flag("Show them to everybody, with --api-key-file too.")] = False
-    allowed_origins: Annotated[
-        tuple[str, ...],
-        Flag(
-            "Websites whose pages may use the server: '[\"https://a.org\"]', or one, several times; * for all.",
-            metavar="ORIGINS",
-        ),
-    ] = ()
-    allowed_methods: Annotated[tuple[str, ...], Flag("What they may send; all if not given.", metavar="METHODS")] = (
-        "*",
-    )
-    allowed_headers: Annotated[
-        tuple[str, ...], Flag("And with which headers; all if not given.", metavar="HEADERS")
-    ] = ("*",)
-    allow_credentials: Annotated[bool, Flag("Browsers send cookies along.")] = False
-    log_format: Annotated[LogFormat, Flag("text, or json for one object a line.")] = "text"
-    log_level: Annotated[LogLevel, Flag("debug, info (a line for each request), warning or error.")] = "info"
-    tool_call_parser: Annotated[
-        str | None,
-        Flag("How the model writes calls of tools: hermes or smollm2; what its chat template says if not given."),
-    ] = None
-    reasoning_parser: Annotated[
-        str | None,
-        Flag(
-            "How the model marks its thinking: deepseek_r1, deepseek_v3, glm45, granite, mistral, "
-            "qwen3 or seed_oss; it is not told from answers if not given."
-        ),
-    ] = None
-    responses_store_bytes: Annotated[
-        int, Flag("Memory for /v1/responses that clients go on from by their id, as 64M; 0 keeps none.", metavar="SIZE")
-    ] = 64 * 2**20
-
-    def __post_init__(self) -> None:
-        _check_types(self)
-        if not 0 <= self.port <= _MAX_PORT:
-            raise _bad("port", self.port, f"between 0 (any free one) and {_MAX_PORT}")
-        for name, least in _LEAST_OF_DOOR.items():
-            if getattr(self, name) < least:
-                raise _bad(name, getattr(self, name), f"at least {least}")
-        for name in ("http_header_timeout_s", "http_body_timeout_s", "timeout_keep_alive_s"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise _bad(name, getattr(self, name), "a positive number of seconds")
-        if not self.drain_s >= 0:
-            raise _bad("drain_s", self.drain_s, "a number of seconds, at least 0")
-        _one_of("log_format", self.log_format, get_args(LogFormat))
-        _one_of("log_level", self.log_level, get_args(LogLevel))
-        if self.tool_call_parser is not None:
-            _one_of("tool_call_parser", self.tool_call_parser, _TOOL_CALL_PARSERS)
-        if self.reasoning_parser is not None:
-            _one_of("reasoning_parser", self.reasoning_parser, REASONING_PARSERS)
-        self._check_origins()
-        self._check_keys()
-
-    def _check_origins(self) -> None:
-        if self.allow_credentials and "*" in self.allowed_origins:
-            msg = "allow_credentials is set, and allowed_origins is *: every website could ask in its visitors' names."
-            raise ConfigError(msg, remedy="Name the origins, or leave out allow_credentials.")
-
-    def _check_keys(self) -> None:
-        keys = [*self.api_keys, *(account.key for account in self.accounts)]
-        keys += [key for key in (self.admin_api_key, self.metrics_key) if key is not None]
-        if self.metrics_key is not None and self.open_metrics:
-            msg = "metrics_key and open_metrics are both set."
-            raise ConfigError(msg, remedy="Leave one of them out.")
-        if not all(map(is_key, keys)):
-            raise _bad("api_key", "no key", "printable ASCII without spaces")  # it is not repeated: logs are read
-        if self.accounts and len(set(keys)) < len(keys):
-            msg = "The same key is given twice: in the key file, as api_key, admin_api_key or metrics_key."
-            raise ConfigError(msg, remedy="Give each tenant, the admin and the metrics a key of their own.")
-
-
-def _check_types(record: object) -> None:
-    wrong = wrong_type(record)
-    if wrong is not None:
-        raise _bad(wrong.field, repr(wrong.value), wrong.allowed)
-
-
-def _one_of(name: str, value: object, allowed: tuple[str | None, ...]) -> None:
-    if value not in allowed:
-        raise _bad(name, repr(value), f"one of {', '.join(map(str, allowed))}")
-
-
-def _bad(name: str, value: object, allowed: str) -> ConfigError:
-    return ConfigError(f"{name} is {value}.", remedy=f"It must be {allowed}.")
+            raise bad_value("pin_half_life_s", self.pin_half_life_s, "a positive number of seconds")
