@@ -27,8 +27,9 @@ from pagefold.kv import CODECS, KEEP_ALL, KeepRule, KVGeometry
 from pagefold.runner.attention import AttentionInputs, GroupInputs, choose_backend
 from pagefold.runner.attention.cpu import CpuAttention
 from pagefold.runner.attention.cuda.columns import most_blocks_seen, plan_columns
+from pagefold.runner.attention.dealing import WorkDealer
 from pagefold.runner.attention.device_columns import DeviceColumns
-from pagefold.runner.attention.work import Keeps, WorkDealer, first_seen
+from pagefold.runner.attention.work import Keeps, first_seen
 from pagefold.runner.codecs import CELL_CODECS
 from pagefold.runner.slab import Slab
 

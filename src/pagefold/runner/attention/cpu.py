@@ -1,6 +1,6 @@
 """Attention over blocks on a CPU, as one op for transformers' models: float32, any family.
 
-What a step's attention has to do is dealt once for each cache group (``work.py``) and done in every layer
+What a step's attention has to do is dealt once for each cache group (``dealing.py``) and done in every layer
 (``kernel.py``) by a team of threads. A family that the fused decoder knows uses the same kernel without coming through
 here.
 """
@@ -18,12 +18,13 @@ from pagefold.kernels.compiled import part, specialised
 from pagefold.kernels.kept import kernel
 from pagefold.kernels.rows import LOG2E
 from pagefold.kernels.team import SYNC_WIDTH, claim, finish, wait
+from pagefold.runner.attention.dealing import WorkDealer
 from pagefold.runner.attention.kept_work import tell_counts
 from pagefold.runner.attention.kernel import NO_SINKS, Scoring, attend, merge, pack, seal, write
 from pagefold.runner.attention.kernel_slab import KEY_FORMAT, VALUE_FORMAT, kernel_slab
 from pagefold.runner.attention.scratch import Scratch, make_scratch
 from pagefold.runner.attention.tiles import FLOAT16, INT2, attention_tiles
-from pagefold.runner.attention.work import AttentionWork, WorkDealer, work_of
+from pagefold.runner.attention.work import AttentionWork, work_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable

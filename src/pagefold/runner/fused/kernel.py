@@ -1,7 +1,7 @@
 """The fused decoder's kernel: a whole forward pass, which a team of threads goes through phase by phase.
 
 Every phase deals its chunks by tokens or by panels of weights. What a token gets does not depend on that: each of its
-numbers is one chain of operations over its own row (see ``kernels/formats.py`` and ``attention/work.py``), so a step's
+numbers is one chain of operations over its own row (see ``kernels/formats.py``, ``attention/dealing.py``), so a step's
 results are the same, to the bit, in any batch, in any chunks, and with any number of threads.
 
 Products are computed in whatever format the weights have; all else is float32. Where a format has rows of its own,
