@@ -88,6 +88,46 @@ def test_more_run_where_little_is_kept():
     assert most[4] > 1.5 * most[16]
 
 
+@pytest.mark.parametrize(("num_blocks", "most"), [(170, CHUNK), (400, 2000)])
+def test_where_memory_is_short_a_step_computes_one_chunk(num_blocks, most):
+    """Beside 125 whole blocks, a step of 2,000 tokens would be granted 96 for what it packs."""
+    world = World(num_blocks, 2048, 4)
+    request, sizes = world.add(2000), []
+    while world.scheduler.has_work:
+        sizes += world.step().num_tokens
+    assert request.finish_reason == "length"
+    assert sizes[0] == most
+    assert sum(sizes) == 2000
+
+
+def test_admission_counts_no_more_than_such_a_step_takes():
+    world = World(250, 2048, 4)
+    for _ in range(2):  # it is known how much is kept
+        world.add(2000)
+        world.run()
+    world.core.forgetting.reset()
+    for _ in range(3):
+        world.add(2000, 40)
+    most = 0
+    while world.scheduler.has_work:
+        world.step()
+        most = max(most, len(world.scheduler.running))
+    assert most == 3
+
+
+@pytest.mark.parametrize("num_kept", [0, 9, 16])
+def test_whoever_fits_alone_gets_on_whatever_it_copies(num_kept):
+    """It begins inside a block of another, which cannot go while it is copied; and there is just room for it."""
+    least = KVCore(1000, block_size=SIZE, rules=[RULE]).num_blocks_for(1303, 512)
+    for num_blocks in range(least, least + 4):
+        for common in (600, 1000, 1290):
+            world = World(num_blocks, 512, num_kept)
+            first, second = world.add(1300, 3), world.add(1300, 3)
+            second.token_ids[:common] = first.token_ids[:common]
+            world.run()
+            assert {first.finish_reason, second.finish_reason} == {"length"}
+
+
 def test_what_is_expected_of_one_mask_says_nothing_of_another():
     world = World(700, 512, 14, 4)
     for mask in (0, 1):
