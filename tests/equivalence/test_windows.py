@@ -152,6 +152,7 @@ def test_all_implementations_generate_the_same(engine_of):
     assert all(other == expected for other in others)
 
 
+@pytest.mark.long
 def test_both_implementations_of_attention_seal_the_same(engine_of):
     """Up to codes that rounding decides. Of a prompt that is five windows long, in steps that end inside windows."""
     prompt = [7 + at * at % 230 for at in range(120)]
