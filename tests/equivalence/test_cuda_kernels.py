@@ -428,16 +428,13 @@ def test_every_configuration_compiles_for_other_cards_and_fits(capability, dtype
 
 @pytest.mark.parametrize(
     ("flags", "group"),
-    long_but(
-        [({"has_window": True}, 1), ({"has_sinks": True}, 8)],
-        [
-            ({"has_window": True}, 1),
-            ({"has_window": True, "is_chunked": True}, 4),
-            ({"has_softcap": True}, 3),
-            ({"has_sinks": True}, 8),
-            ({}, 32),
-        ],
-    ),
+    [
+        ({"has_window": True}, 1),
+        pytest.param({"has_window": True, "is_chunked": True}, 4, marks=pytest.mark.long),
+        pytest.param({"has_softcap": True}, 3, marks=pytest.mark.long),
+        ({"has_sinks": True}, 8),
+        pytest.param({}, 32, marks=pytest.mark.long),
+    ],
 )
 def test_windows_softcaps_sinks_and_groups_compile(flags, group, compiler):
     for name in ("decode", "prefill"):
@@ -463,7 +460,12 @@ def test_what_writes_and_reads_codes_of_windows_compiles(name, codec, compiler):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "head_dim"), long_but([("bfloat16", 128)], [("bfloat16", 64), ("bfloat16", 128), ("float32", 128)])
+    ("dtype", "head_dim"),
+    [
+        ("bfloat16", 128),
+        pytest.param("bfloat16", 64, marks=pytest.mark.long),
+        pytest.param("float32", 128, marks=pytest.mark.long),
+    ],
 )
 def test_no_register_is_spilled_on_an_h100(dtype, head_dim, compiler):
     for name, has_window in product(("decode", "prefill"), (False, True)):

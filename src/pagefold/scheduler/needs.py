@@ -55,7 +55,6 @@ class Needs:
 
     def _step_tokens(self, request: Request) -> int:
         """Return the most tokens of ``request`` that a step computes where there is no room for more."""
-        packing = self._core.packing
-        if not packing.is_on or request.mask == NO_MASK:
+        if not self._core.packing.is_on or request.mask == NO_MASK:
             return self._max_num_batched_tokens
-        return min(self._max_num_batched_tokens, packing.short_step)
+        return min(self._max_num_batched_tokens, self._core.packing.short_step)
