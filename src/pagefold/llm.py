@@ -43,7 +43,7 @@ class LLM:
             asked for.
         settings: fields of :class:`~pagefold.config.engine_config.EngineConfig`: ``dtype``, ``block_size``,
             ``kv_cache_memory_bytes``, ``max_model_len``, ``max_num_seqs``, ``max_num_batched_tokens``,
-            ``enable_prefix_caching``, ``seed``, ...
+            ``enable_prefix_caching``, ``seed``, ... Of ``kv_keep`` one share may be given without a tuple.
 
     Raises:
         ConfigError: an unknown setting, or one that cannot work; before weights are loaded.
@@ -61,6 +61,8 @@ class LLM:
         if unknown:
             msg = f"LLM() has no setting {', '.join(unknown)}."
             raise ConfigError(msg, remedy=f"It has {', '.join(known)}, disable_log_stats.")
+        if isinstance(settings.get("kv_keep"), float):  # one share, as the command line takes it
+            settings["kv_keep"] = (settings["kv_keep"],)
         self.config = EngineConfig(model=str(model), **settings)
         self._metrics = None if disable_log_stats else _metrics(self.config.model)
         self.engine = build_engine(plan_engine(self.config), emit=self._metrics.emit if self._metrics else ignore)

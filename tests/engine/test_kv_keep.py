@@ -171,8 +171,9 @@ def test_outputs_are_the_same_warm_and_cold_and_beams_are_refused(calibrated, kv
     random = Random(0)
     drawn = (random.choices(range(5, VOCAB_SIZE), k=length) for length in (1500, 700, 100))
     prompts = [{"prompt_token_ids": tokens} for tokens in drawn]
-    settings = {name: getattr(calibrated, name) for name in ("model", "dtype", "kv_keep", "kv_cache_memory_bytes")}
-    llm = LLM(**settings, max_model_len=2048, kv_cache_dtype=kv_cache_dtype)
+    settings = {name: getattr(calibrated, name) for name in ("model", "dtype", "kv_cache_memory_bytes")}
+    llm = LLM(**settings, kv_keep=0.5, max_model_len=2048, kv_cache_dtype=kv_cache_dtype)
+    assert llm.config.kv_keep == (0.5,)
     cold, warm = (llm.generate(prompts, GREEDY) for _ in range(2))
     assert [one.outputs[0].token_ids for one in cold] == [one.outputs[0].token_ids for one in warm]
     shares = [[one.outputs[0].kept_share for one in outputs] for outputs in (cold, warm)]
