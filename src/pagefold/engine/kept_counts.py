@@ -33,7 +33,7 @@ class KeptCounts:
 
     @property
     def num_bytes(self) -> int:
-        """Of the counts of a chunk."""
+        """Bytes that the counts of a chunk take."""
         return 2 * self._most.size
 
     def encode(self, counts: object) -> bytes:

@@ -370,9 +370,8 @@ def _audit_host_chunks(core: KVCore) -> None:
     num_most = 0 if rule is None else rule.chunk_blocks(core.block_size)
     for one in core.host.blocks.all():
         where, part = f"host block {one.host_id}", one.name.group - len(core.rules)
-        if not core.host.blocks.is_found(one):  # what is on its way says so when it is here
-            continue
-        _check((one.chunk is not None) == (part >= 0), f"{where}: of group {one.name.group}, with chunk {one.chunk}")
+        says_so = part >= 0 and (one.chunk is not None or core.host.blocks.is_found(one))  # not yet what is on its way
+        _check((one.chunk is not None) == says_so, f"{where}: of group {one.name.group}, with chunk {one.chunk}")
         if one.chunk is not None:
             is_of_it = part < one.chunk.num_blocks <= num_most
             _check(is_of_it, f"{where}: block {part} of a chunk of {one.chunk.num_blocks} blocks")

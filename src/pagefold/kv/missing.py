@@ -194,8 +194,7 @@ class _MissingByGroups(Missing):
         ]
 
     def _name(self, at: int, group: int) -> BlockName:
-        name = self._path[at]
-        return name._replace(digest=in_group(name.digest, group), group=group)
+        return self._path[at].of_group(group)
 
 
 class _MissingWindows(_MissingByGroups):
@@ -271,8 +270,7 @@ class _Chunk:
         ]
 
     def _name_of(self, part: int) -> BlockName:
-        group = self._place.num_groups + part
-        return self._name._replace(digest=in_group(self._place.path, group), group=group)
+        return self._name.of_group(self._place.num_groups + part)
 
 
 class _MissingPacked(_MissingWindows):

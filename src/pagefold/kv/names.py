@@ -43,6 +43,10 @@ class BlockName(NamedTuple):
         """Names its path, whatever the group."""
         return in_group(self.digest, self.group)
 
+    def of_group(self, group: int) -> BlockName:
+        """Return the name of the block that another group has of the same path."""
+        return self._replace(digest=in_group(self.path, group), group=group)
+
 
 def root_digest(namespace: bytes) -> bytes:
     """Return what names the empty path of a namespace, given its exact key."""

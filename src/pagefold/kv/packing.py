@@ -119,11 +119,15 @@ class Packing(Lodger):
 
     def needs_grant(self, cache: SequenceCache, end: int) -> bool:
         """Whether ``cache`` has other blocks than such a step packs into: it is to be extended."""
-        return self.num_due(cache, end) * self._chunk_blocks != len(cache.granted)
+        return self._num_to_grant(cache, end) != 0
+
+    def _num_to_grant(self, cache: SequenceCache, end: int) -> int:
+        """Return how many blocks more than it has ``cache`` is to be granted for such a step; perhaps fewer."""
+        return self.num_due(cache, end) * self._chunk_blocks - len(cache.granted)
 
     def grant(self, cache: SequenceCache, end: int) -> bool:
         """Give ``cache`` blocks for the chunks that such a step packs; False, with nothing changed, without memory."""
-        num_new = self.num_due(cache, end) * self._chunk_blocks - len(cache.granted)
+        num_new = self._num_to_grant(cache, end)
         if num_new <= 0:
             self.give_back(cache, len(cache.granted) + num_new)
             return True
@@ -183,9 +187,8 @@ class Packing(Lodger):
             else:
                 self._holding.take_chunk(theirs)
                 self._holding.release_chunk(chunk)
-                cache.num_packed_blocks += len(theirs.blocks) - len(
-                    chunk.blocks
-                )  # computed elsewhere, it may be others
+                # Computed elsewhere, as many need not have been kept.
+                cache.num_packed_blocks += len(theirs.blocks) - len(chunk.blocks)
                 cache.chunks[at] = theirs
 
     # What becomes of sequences.
@@ -209,7 +212,7 @@ class Packing(Lodger):
             return num_tokens
         end = start + num_tokens
         num_new = (num_blocks_for(end, self._block_size) - cache.capacity // self._block_size) * self._num_groups
-        num_new += self.num_due(cache, end) * self._chunk_blocks - len(cache.granted)
+        num_new += self._num_to_grant(cache, end)
         if cache.copied_from is not None or cache.may_share_tail:  # a copy may keep what it reads, and a fork makes one
             num_new += self._num_groups
         return num_tokens if num_new <= self._blocks.num_available else self.short_step

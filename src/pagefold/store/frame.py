@@ -65,7 +65,6 @@ class _Header(NamedTuple):
     name: BlockName
     checksum: bytes
     num_packed: int
-    note: bytes
 
 
 def checksum_of(payload: memoryview | bytes) -> bytes:
@@ -238,10 +237,10 @@ class FrameFormat:
         return MissCause.OTHER_VERSION if found.num_packed else found[:2]
 
     def note_of(self, header: memoryview | bytes) -> bytes:
-        """Return the note of a frame whose header is right; empty where it has none."""
-        found = self._read_header(header)
-        assert not isinstance(found, MissCause), "a header that is wrong"
-        return found.note
+        """Return the note of a frame whose header was found to be right; empty where it has none."""
+        raw = bytes(header)
+        key_end = _HEAD.size + self.key_bytes
+        return raw[key_end + _NOTE_SIZE.size : _end_of_note(raw, _HEAD.unpack_from(raw)[1], key_end)]
 
     def _read_header(self, header: memoryview | bytes) -> _Header | MissCause:
         """Return what a header says, or what is wrong with it."""
@@ -267,7 +266,7 @@ class FrameFormat:
         if version != NOTED_VERSION and (num_packed > 0) != (version == PACKED_VERSION):
             return MissCause.DAMAGED
         name = BlockName(digest, parent, namespace, raw[_HEAD.size : key_end])
-        return _Header(name, checksum, num_packed, raw[key_end + _NOTE_SIZE.size : end])
+        return _Header(name, checksum, num_packed)
 
     def check(self, header: memoryview | bytes, payload: memoryview | bytes, wanted: BlockName) -> bytes | MissCause:
         """Return the checksum of ``payload`` if this is the frame of ``wanted``, whole and unchanged; or what is wrong.
