@@ -13,8 +13,11 @@ if TYPE_CHECKING:
     from array import array
     from collections.abc import Sequence
 
+    from pagefold.kv.block import Node
+
 __all__ = [
     "BlockEvicted",
+    "BlocksPublished",
     "BlocksReused",
     "CacheConfigured",
     "CacheReset",
@@ -23,10 +26,14 @@ __all__ = [
     "Emit",
     "Event",
     "EvictionCause",
+    "EvictionRule",
+    "FetchEnded",
+    "FetchOutcome",
     "FirstToken",
     "HostTransfer",
     "NextTokens",
     "OutputFinished",
+    "PathsDistrusted",
     "PinCause",
     "PinDropped",
     "PrefixLookup",
@@ -43,11 +50,15 @@ __all__ = [
     "TierMissCause",
     "TierRead",
     "TierWritten",
+    "WaitCause",
     "fan_out",
     "ignore",
 ]
 
 EvictionCause: TypeAlias = Literal["allocation", "reset", "corrupted"]
+
+EvictionRule: TypeAlias = Literal["policy", "stale", "cut", "landmark", "firm_landmark", "idle", "packed"]
+"""By which rule of ``kv/block_cache.py`` a block was next: the eviction policy named it, or its place alone did."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +72,12 @@ class BlockEvicted:
             ``corrupted`` when a request of which the model computed no numbers had to do with it.
         lifetime_s: seconds since it was published.
         idle_s: seconds since it was last used (published, found, or let go).
+        node: of the tree, which published it. What is asked of it is its path's name (``kv/names.py``), and while it is
+            told of only; None where nobody was told which.
+        rule: why it was the next one to go, where memory was needed.
+        score: what the policy went by: of all nodes that could go, the one with the least goes. None where another
+            rule or a mere order decided.
+        asked_by: the request that needed the memory; empty where none did.
     """
 
     block_id: int
@@ -68,6 +85,34 @@ class BlockEvicted:
     cause: EvictionCause
     lifetime_s: float = 0.0
     idle_s: float = 0.0
+    node: Node | None = None
+    rule: EvictionRule = "policy"
+    score: float | None = None
+    asked_by: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksPublished:
+    """What a sequence has computed is written, and others find it from now on.
+
+    Attributes:
+        owner: the request that computed it.
+        nodes: of the tree, in the order of their path. As of :class:`BlockEvicted`.
+    """
+
+    owner: str
+    nodes: tuple[Node, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PathsDistrusted:
+    """Paths are forgotten since what they hold may be corrupted, whether or not anybody holds their blocks.
+
+    Attributes:
+        nodes: of the tree, parents first. As of :class:`BlockEvicted`.
+    """
+
+    nodes: tuple[Node, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +133,17 @@ class CacheConfigured:
 
     Attributes:
         settings: of the cache, by vLLM's names where it has them, as they are told.
+        num_blocks: of the device.
+        block_size: tokens a block.
+        eviction_policy: its name.
+        publishes: whether anything is ever cached.
     """
 
     settings: dict[str, str]
+    num_blocks: int = 0
+    block_size: int = 0
+    eviction_policy: str = ""
+    publishes: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +183,7 @@ class TierRead:
         num_blocks, num_bytes: that came, and were right.
         seconds: how long it took, as if the tier had done nothing else meanwhile.
         num_missed: how many did not come, by cause.
+        missed: of each of those its name's digest (``kv/names.py``), and the cause.
     """
 
     tier: str
@@ -137,6 +191,7 @@ class TierRead:
     num_bytes: int
     seconds: float
     num_missed: dict[TierMissCause, int]
+    missed: tuple[tuple[bytes, TierMissCause], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,11 +219,16 @@ the cache was reset, or its blocks are not trusted any more; ``quota`` for one t
 
 @dataclass(frozen=True, slots=True)
 class PinDropped:
-    """A pin is no more; its blocks are cached as any others are. Or it never came to be."""
+    """A pin is no more; its blocks are cached as any others are. Or it never came to be.
+
+    Attributes:
+        tail: the last node of what it kept; None for one that never came to be. As of :class:`BlockEvicted`.
+    """
 
     pin_id: str
     num_blocks: int
     cause: PinCause
+    tail: Node | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,6 +294,8 @@ class PrefixLookup:
         has_tiers: whether there are any: what the device lacked was looked up there.
         num_lost_tokens: how many tokens behind them are cached, and computed once more: where layers keep the last
             tokens only, a window is gone that whoever goes on there needs.
+        num_declined_tokens: how many behind them the host held, and computing was expected to be sooner.
+        planned_s: the time for which the step was planned: then it was looked up.
     """
 
     request_id: str
@@ -243,6 +305,29 @@ class PrefixLookup:
     num_loaded_tokens: int = 0
     has_tiers: bool = False
     num_lost_tokens: int = 0
+    num_declined_tokens: int = 0
+    planned_s: float = 0.0
+
+
+FetchOutcome: TypeAlias = Literal["brought", "absent", "slow", "no_room", "late", "broken"]
+"""What became of what slow tiers might have had for a request: it came; none has it; computing was expected to be
+sooner; there was no room in the host's memory; a tier took longer than computing would have; a part did not come."""
+
+
+@dataclass(frozen=True, slots=True)
+class FetchEnded:
+    """A request does not wait for slow tiers any more, or never did.
+
+    Attributes:
+        outcome: why.
+        num_tokens: that device and host lacked, as far as that could be named.
+        waited_s: how long it waited.
+    """
+
+    request_id: str
+    outcome: FetchOutcome
+    num_tokens: int
+    waited_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,6 +464,11 @@ class PromptFinished:
     num_longest_tokens: int
 
 
+WaitCause: TypeAlias = Literal["seats", "memory", "tokens", "apart"]
+"""What the head of the queue waits for, and with it all behind: one of the places (``max_num_seqs``), blocks, tokens of
+a step's budget, or that those run apart whom a failed step left under suspicion."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlanned:
     """A step is about to run; without rows there is nothing to do, and none runs.
@@ -389,6 +479,7 @@ class StepPlanned:
         num_tokens: tokens that it computes.
         num_read: tokens of KV that it reads: those before, and those that it computes.
         drafts: of each request that has drafts in it, its id and how many.
+        waits_for: what those wait for whom it has not let in; None where nobody does.
     """
 
     step_id: int
@@ -397,6 +488,7 @@ class StepPlanned:
     num_tokens: int
     num_read: int
     drafts: tuple[tuple[str, int], ...] = ()
+    waits_for: WaitCause | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -457,9 +549,11 @@ class StepAbandoned:
 
 Event: TypeAlias = (
     BlockEvicted
+    | BlocksPublished
     | BlocksReused
     | CacheConfigured
     | HostTransfer
+    | PathsDistrusted
     | TierRead
     | TierWritten
     | CacheReset
@@ -479,6 +573,7 @@ Event: TypeAlias = (
     | StepApplied
     | ChunksPacked
     | DraftsVerified
+    | FetchEnded
     | StepAbandoned
 )
 Emit: TypeAlias = Callable[[Event], None]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import pagefold.kv
-from pagefold.events import BlocksReused, CacheReset
+from pagefold.events import BlocksPublished, BlocksReused, CacheReset
 from pagefold.kv import BlockState, CopyOp, KVCore, Promise, SequenceCache, audit, make_policy
 from pagefold.kv.table import num_blocks_for, slot_of
 
@@ -36,11 +36,13 @@ class Core(KVCore):
     """A KVCore of small blocks that audits itself, and speaks in tokens."""
 
     def __init__(self, num_blocks: int = 16, **arguments: object) -> None:
-        self.events: list[BlockEvicted] = []  # what was found again is test_residency's
+        self.events: list[
+            BlockEvicted
+        ] = []  # what was published is the ledger's test's, what was found again test_residency's
         super().__init__(num_blocks, block_size=BLOCK_SIZE, emit=self._note, **arguments)
 
     def _note(self, event):
-        if not isinstance(event, BlocksReused):
+        if not isinstance(event, BlocksPublished | BlocksReused):
             self.events.append(event)
 
     def find(self, tokens: Sequence[int], namespace: bytes = NS) -> PrefixHit:

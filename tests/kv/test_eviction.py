@@ -11,13 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagefold.errors import ConfigError
+from pagefold.events import BlockEvicted
 from pagefold.kv import DEFAULT_POLICY, POLICIES, KeyPolicy, KVCore, audit, make_policy
 from pagefold.kv.block import Block, BlockId, Node
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pagefold.events import BlockEvicted
+    from pagefold.events import Event
     from pagefold.kv import EvictionPolicy, RequestFacts, SequenceCache
 
 NS = b"n"
@@ -37,7 +38,11 @@ class Cache:
 
     def __init__(self, num_blocks: int, policy: EvictionPolicy | None = None) -> None:
         self.evicted: list[BlockEvicted] = []
-        self.core = KVCore(num_blocks, block_size=1, policy=policy, emit=self.evicted.append)
+        self.core = KVCore(num_blocks, block_size=1, policy=policy, emit=self._note)
+
+    def _note(self, event: Event) -> None:
+        if isinstance(event, BlockEvicted):
+            self.evicted.append(event)
 
     def use(self, tokens: Sequence[int]) -> None:
         """Serve a request from beginning to end."""
@@ -234,6 +239,9 @@ class Recorder:
 
     def victim(self) -> Node | None:
         return self.idle[-1] if self.idle else None
+
+    def score(self, node: Node) -> float:
+        return 0.0
 
     def candidates(self) -> object:
         return iter(self.idle)

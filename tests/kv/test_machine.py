@@ -35,7 +35,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from pagefold.events import BlockEvicted, BlocksReused, CacheReset, Event, HostTransfer, PinDropped
+from pagefold.events import BlockEvicted, BlocksPublished, BlocksReused, CacheReset, Event, HostTransfer, PinDropped
 from pagefold.kv import (
     NO_HOST,
     NO_HOST_OPS,
@@ -51,7 +51,7 @@ from pagefold.kv import (
     make_policy,
 )
 from pagefold.kv.block import BlockState
-from pagefold.kv.names import path_digest, root_digest
+from pagefold.kv.names import digest_of, path_digest, root_digest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -275,6 +275,7 @@ class Machine:
             emit=self._on_event,
         )
         self.arena: list[list[int]] = [POISONED] * num_host_blocks
+        self.told: set[bytes] = set()  # paths that events say are cached
         self.evicted: dict[bytes, list[int]] = {}  # what each evicted path's last block must be
         self.offered: set[bytes] = set()  # those that were evicted since the last reset
         self.host_ops: HostOps = NO_HOST_OPS
@@ -531,6 +532,8 @@ class Machine:
         tree = {prefix: (node.blocks[0].block_id, node.committed) for prefix, node in self._tree()}
         model = {prefix: (known.block_id, known.committed) for prefix, known in self.model.known.items()}
         assert tree == model, "the tree is not what was published, less what was evicted"
+        written = {digest_of(node) for _, node in self._tree() if node.committed}
+        assert self.told == written, "events tell of other paths than are cached"
         for known in self.model.known.values():
             if known.committed:
                 assert self._bytes(known.block_id) == known.cells, f"published block {known.block_id} has wrong bytes"
@@ -931,9 +934,14 @@ class Machine:
             self.seen[what] = self.seen.get(what, 0) + 1
 
     def _on_event(self, event: Event) -> None:
-        if isinstance(event, BlocksReused | CacheReset | HostTransfer | PinDropped):
+        if isinstance(event, CacheReset):
+            self.told.clear()
+        if isinstance(event, BlocksPublished):
+            self.told.update(map(digest_of, event.nodes))
+        if isinstance(event, BlocksPublished | BlocksReused | CacheReset | HostTransfer | PinDropped):
             return
         assert isinstance(event, BlockEvicted)
+        self.told.discard(digest_of(event.node))
         if event.cause != "reset":
             self._saw(event.cause)
             for (namespace, tokens), known in self.model.known.items():

@@ -77,6 +77,9 @@ class Slow:
     def victim(self) -> Node | None:
         return min(self.idle, key=self.key, default=None)
 
+    def score(self, node: Node) -> float:
+        return 0.0  # it is told, and decides nothing
+
     def key(self, node: Node) -> tuple[float, ...]:
         raise NotImplementedError
 

@@ -925,8 +925,17 @@ class Machine:
         num_lost = request.num_lost_tokens
         assert num_lost % BLOCK_SIZE == 0
         self._saw("a window was gone", num_lost > 0)
+        num_declined = request.num_declined_tokens
         return PrefixLookup(
-            request.request_id, request.num_tokens, num_hit_tokens, after_preemption, num_loaded, has_tiers, num_lost
+            request.request_id,
+            request.num_tokens,
+            num_hit_tokens,
+            after_preemption,
+            num_loaded,
+            has_tiers,
+            num_lost,
+            num_declined,
+            self.now,
         )
 
     def _forking(self) -> list[Request]:

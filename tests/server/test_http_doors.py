@@ -12,6 +12,7 @@ from pagefold.cli.options import listed
 from pagefold.cli.serve import warn_if_open
 from pagefold.config import Account, ServerConfig
 from pagefold.errors import ConfigError
+from pagefold.observe.ledger import Ledger
 from pagefold.observe.metrics import Metrics
 from pagefold.server import create_app
 from pagefold.server.late_engine import LateEngine
@@ -29,7 +30,7 @@ ORIGIN = "https://app.example"
 def door(**settings: Any) -> TestClient:
     """A door behind which no engine has arrived yet: what stands before it does not ask for one."""
     config = ServerConfig(**settings)
-    app = create_app(LateEngine(), model_name="tiny", config=config, metrics=Metrics("tiny"))
+    app = create_app(LateEngine(), model_name="tiny", config=config, metrics=Metrics("tiny"), ledger=Ledger())
     return TestClient(app, raise_server_exceptions=False)
 
 

@@ -15,7 +15,9 @@ from pagefold.cli import app as cli
 from pagefold.config import ServerConfig
 from pagefold.engine.status import EngineStatus
 from pagefold.errors import PagefoldError
+from pagefold.observe.ledger import Ledger
 from pagefold.observe.metrics import Metrics
+from pagefold.observe.misses import Cause
 from pagefold.sampling import SamplingParams
 from pagefold.server import create_app
 from pagefold.server.errors import _FORMS
@@ -133,7 +135,7 @@ def request_fields() -> str:
 
 
 def _app(config: ServerConfig) -> FastAPI:
-    return create_app(LateEngine(), model_name="model", config=config, metrics=Metrics("model"))
+    return create_app(LateEngine(), model_name="model", config=config, metrics=Metrics("model"), ledger=Ledger())
 
 
 def _operations(app: FastAPI) -> Iterator[tuple[str, str, dict[str, Any]]]:
@@ -281,7 +283,14 @@ def _prose(words: str) -> str:
     return "\n\n".join(paragraphs).replace("``", "`")
 
 
+def causes_of_misses() -> str:
+    """Return why tokens are computed, each cause with what would help."""
+    rows = ((f"`{cause.value}`", f"{cause.told[0].upper()}{cause.told[1:]}.", cause.remedy) for cause in Cause)
+    return _table(("cause", "", "what helps"), rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
+    "causes of misses": causes_of_misses,
     "commands": commands,
     "errors": error_types,
     "metrics of pagefold": metrics_of_pagefold,

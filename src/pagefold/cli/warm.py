@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import http.client
 import json
-import urllib.error
-import urllib.request
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from pagefold.cli.fail import fail
+from pagefold.cli.running_server import RunningServer
 from pagefold.cli.warm_file import read_warm_file
 from pagefold.config import environment_admin_key
-from pagefold.errors import ConfigError, InvalidRequestError, PagefoldError
+from pagefold.errors import InvalidRequestError, PagefoldError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -21,10 +19,6 @@ if TYPE_CHECKING:
     from pagefold.cli.warm_file import WarmLine
 
 __all__ = ["warm"]
-
-_UNAUTHORIZED, _FORBIDDEN, _NOT_FOUND, _UNAVAILABLE = 401, 403, 404, 503
-_PATIENCE_S = 600.0
-_NO_SERVER = "Start one with pagefold serve, or give its --url."
 
 
 def warm(  # noqa: PLR0913 - one parameter a flag
@@ -47,7 +41,7 @@ def warm(  # noqa: PLR0913 - one parameter a flag
     given = {name: value for name, value in defaults.items() if value is not None}
     try:
         lines = [line._replace(fields=given | line.fields) for line in read_warm_file(file)]
-        server = _Server(url, admin_api_key or environment_admin_key())
+        server = RunningServer(url, admin_api_key or environment_admin_key())
         results = [*_progress(server, lines)]
     except PagefoldError as error:
         fail(error)
@@ -62,45 +56,7 @@ def warm(  # noqa: PLR0913 - one parameter a flag
         fail(PagefoldError(f"{len(failed)} of {len(results)} prompts could not be warmed as asked."))
 
 
-class _Server:
-    def __init__(self, url: str, admin_key: str | None) -> None:
-        if not url.startswith(("http://", "https://")):
-            msg = f"--url is {url}."
-            raise ConfigError(msg, remedy="It looks like http://127.0.0.1:8000.")
-        self._url = url.rstrip("/").removesuffix("/v1")
-        self._headers = {"Content-Type": "application/json"}
-        if admin_key is not None:
-            self._headers["Authorization"] = f"Bearer {admin_key}"
-
-    def warm(self, fields: dict[str, Any]) -> dict[str, Any]:
-        """Warm one prompt.
-
-        Raises:
-            InvalidRequestError: this prompt is refused.
-            ConfigError: all would be: nobody is there, or it is not for us.
-        """
-        request = urllib.request.Request(  # noqa: S310 - http or https: checked above
-            f"{self._url}/v1/cache/warm", json.dumps(fields).encode(), self._headers, method="POST"
-        )
-        try:
-            with urllib.request.urlopen(request, timeout=_PATIENCE_S) as response:  # noqa: S310 - as above
-                answer = json.load(response)
-        except urllib.error.HTTPError as error:
-            message = _message(error)
-            if error.code in (_UNAUTHORIZED, _FORBIDDEN, _NOT_FOUND, _UNAVAILABLE):
-                raise ConfigError(message) from None
-            raise InvalidRequestError(message) from None
-        except (OSError, http.client.HTTPException, ValueError) as error:
-            reason = getattr(error, "reason", None) or error
-            msg = f"No Pagefold server answers at {self._url}: {reason}."
-            raise ConfigError(msg, remedy=_NO_SERVER) from None
-        if not isinstance(answer, dict) or answer.get("object") != "cache.warm":
-            msg = f"What answers at {self._url} is no Pagefold server."
-            raise ConfigError(msg, remedy=_NO_SERVER)
-        return answer
-
-
-def _progress(server: _Server, lines: list[WarmLine]) -> Iterator[dict[str, Any]]:
+def _progress(server: RunningServer, lines: list[WarmLine]) -> Iterator[dict[str, Any]]:
     """Warm one after another, so that later prompts find what earlier ones have in common with them."""
     from rich.console import Console  # noqa: PLC0415 - only here
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn  # noqa: PLC0415
@@ -111,18 +67,10 @@ def _progress(server: _Server, lines: list[WarmLine]) -> Iterator[dict[str, Any]
         task = bar.add_task("", total=len(lines))
         for line in lines:
             try:
-                yield {"line": line.number, **server.warm(line.fields)}
+                yield {"line": line.number, **server.ask("/v1/cache/warm", "cache.warm", line.fields)}
             except InvalidRequestError as error:
                 yield {"line": line.number, "error": str(error)}
             bar.advance(task)
-
-
-def _message(error: urllib.error.HTTPError) -> str:
-    """Return what the server says is wrong; or whoever answers in its place."""
-    try:
-        return str(json.load(error)["error"]["message"])
-    except (ValueError, KeyError, TypeError, OSError):
-        return f"The server answers {error.code} {error.reason}."
 
 
 def _summary(warmed: list[dict[str, Any]]) -> str:

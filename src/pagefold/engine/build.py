@@ -22,6 +22,7 @@ from pagefold.engine.planning import hardware_of
 from pagefold.engine.verdicts import check_quality
 from pagefold.events import CacheConfigured, Emit, ignore
 from pagefold.kv import (
+    DEFAULT_POLICY,
     NO_HOST,
     NO_RESIDUALS,
     NO_SLOW_TIERS,
@@ -194,7 +195,7 @@ def _assemble(
             ready = hardware_of(blueprint.draft).ready(blueprint.draft, say)
             by_model = model_drafter(ready.runner, blueprint.draft, spec.vocab_size, config.max_num_seqs)
         drafting = _drafting(config, scheduler, runner, by_model, say)
-    emit(CacheConfigured(_cache_settings(config, capacity)))
+    emit(_configured(config, capacity))
     ends = frozenset() if tokenizer is None or not core.trims else tokenizer.message_end_ids
     kind = OverlappedEngine if hardware.computes_apart and not tiering.is_on else Engine
     return kind(
@@ -244,9 +245,9 @@ def _drafting(
     return Drafting(scheduler, config.speculative_config, drafter_for, costs, most)
 
 
-def _cache_settings(config: EngineConfig, capacity: Capacity) -> dict[str, str]:
+def _configured(config: EngineConfig, capacity: Capacity) -> CacheConfigured:
     """Return what an engine's cache is, by vLLM's names. A device's blocks are vLLM's GPU blocks, also on a CPU."""
-    return {
+    settings = {
         "block_size": str(config.block_size),
         "cache_dtype": config.kv_cache_dtype,
         "enable_prefix_caching": str(config.enable_prefix_caching),
@@ -256,6 +257,10 @@ def _cache_settings(config: EngineConfig, capacity: Capacity) -> dict[str, str]:
         "num_gpu_blocks": str(capacity.num_blocks),
         "sliding_window": str(config.streaming_llm),
     }
+    policy = DEFAULT_POLICY if config.eviction_policy == "default" else config.eviction_policy
+    return CacheConfigured(
+        settings, capacity.num_blocks, config.block_size, policy, publishes=config.enable_prefix_caching
+    )
 
 
 def _slow_tiers(

@@ -9,6 +9,7 @@ from pagefold.request import ANYBODY
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pagefold.engine.foresight import Foreseen
     from pagefold.engine.pins import PinReport
     from pagefold.engine.status import EngineStatus
     from pagefold.engine.token_stream import TokenStream
@@ -84,6 +85,14 @@ class EngineClient(Protocol):
         Raises:
             EngineStoppedError: the engine takes no more commands.
             TierError: a slow tier could not forget.
+        """
+
+    async def foresee(self, prompt_token_ids: Sequence[int], caller: Caller = ANYBODY) -> Foreseen:
+        """Return what a prompt would find in the cache; nothing is done for it.
+
+        Raises:
+            InvalidRequestError: the engine does not offer the kind of blocks that the caller asks for.
+            EngineStoppedError: the engine takes no more commands.
         """
 
     async def pins(self) -> PinReport:

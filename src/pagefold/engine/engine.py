@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING
 
 from pagefold.beams import BeamGroup, BeamSearch
 from pagefold.engine.drafting import NO_DRAFTING
+from pagefold.engine.foresight import foresee
 from pagefold.engine.open_outputs import OpenOutputs
 from pagefold.engine.output_rules import matchers
 from pagefold.engine.pins import PinReport, report_pins
 from pagefold.engine.request_checks import RequestChecks
 from pagefold.errors import InvalidRequestError
 from pagefold.events import Emit, ignore
-from pagefold.kv import Namespace
 from pagefold.memory.cache_size import CacheSize
 from pagefold.request import ANYBODY, Caller, Request, StopRule
 from pagefold.scheduler import MAX_EXPECTED_BYTES, NO_TIERING
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pagefold.engine.drafting import Drafting
+    from pagefold.engine.foresight import Foreseen
     from pagefold.engine.limits import ModelLimits
     from pagefold.engine.outputs import OutputDelta
     from pagefold.memory.capacity import Capacity
@@ -173,8 +174,6 @@ class Engine:
         sample_ids = [request_id, *(f"{request_id}/{index}" for index in range(1, sampling.num_samples))]
         self._check_names(sample_ids)
         kind = self.limits.kind_of(caller)
-        base = kind.namespace
-        namespace = Namespace(base.model, base.layout, base.dtype, base.adapter, caller.tenant, caller.cache_salt)
         max_total = self.capacity.max_model_len
         if sampling.max_tokens is not None:
             max_total = min(max_total, len(prompt_token_ids) + sampling.max_tokens)
@@ -195,7 +194,7 @@ class Engine:
                 sampling,
                 stop=stop,
                 matcher=matcher,
-                namespace=namespace.key(),
+                namespace=kind.namespace_of(caller).key(),
                 seed=seed + index,
                 arrival_s=now,
                 deadline_s=None if self._request_timeout_s is None else now + self._request_timeout_s,
@@ -219,6 +218,16 @@ class Engine:
         first, *first.forks = samples
         self.scheduler.add(first)
         self.tiering.begin(first, now)
+
+    def foresee(self, prompt_token_ids: Sequence[int], caller: Caller = ANYBODY) -> Foreseen:
+        """Return what a prompt would find in the cache.
+
+        Raises:
+            InvalidRequestError: the engine does not offer the kind of blocks that the caller asks for.
+        """
+        kind = self.limits.kind_of(caller)
+        namespace = kind.namespace_of(caller).key()
+        return foresee(self.scheduler.core, namespace, prompt_token_ids, kind.mask, self._clock())
 
     def abort(self, request_id: str) -> bool:
         """End a request whose caller has gone, with all its samples. False when it has ended already."""

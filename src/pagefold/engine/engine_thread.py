@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pagefold.engine.engine import Engine
+    from pagefold.engine.foresight import Foreseen
     from pagefold.engine.pins import PinReport
     from pagefold.memory.limit import Limit
     from pagefold.request import Caller
@@ -163,6 +164,10 @@ class EngineThread:
         num_freed, finish = await self._ask(self._engine.begin_reset)
         await asyncio.to_thread(finish)
         return num_freed
+
+    async def foresee(self, prompt_token_ids: Sequence[int], caller: Caller = ANYBODY) -> Foreseen:
+        """See :class:`~pagefold.engine.client.EngineClient`."""
+        return await self._ask(lambda: self._engine.foresee(prompt_token_ids, caller))
 
     async def pins(self) -> PinReport:
         """See :class:`~pagefold.engine.client.EngineClient`."""

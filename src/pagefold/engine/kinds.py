@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -32,6 +33,10 @@ class Kind:
     share: float
     mask: int
     namespace: Namespace
+
+    def namespace_of(self, caller: Caller) -> Namespace:
+        """Return the namespace of the blocks of a caller's request."""
+        return dataclasses.replace(self.namespace, tenant=caller.tenant, cache_salt=caller.cache_salt)
 
     @property
     def name(self) -> str:

@@ -19,9 +19,9 @@ No request and no pin gives anything up for it. Who does when all this is short 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from pagefold.events import BlockEvicted, Emit, EvictionCause
+from pagefold.events import BlockEvicted, Emit, EvictionCause, EvictionRule
 from pagefold.kv.block import Block, BlockState, PackedChunk
 from pagefold.kv.host_chunks import keep_chunk
 from pagefold.kv.pool import BlockPool
@@ -38,6 +38,14 @@ if TYPE_CHECKING:
     from pagefold.kv.slow_tiers import SlowTiers
 
 __all__ = ["BlockCache"]
+
+
+class _Next(NamedTuple):
+    """What goes next, by which rule, and what the policy went by, where it decided."""
+
+    one: Block | Node | PackedChunk
+    rule: EvictionRule
+    score: float | None = None
 
 
 class BlockCache:
@@ -57,6 +65,7 @@ class BlockCache:
         policy: who is evicted first.
         windows: cached blocks that can go though their nodes are no leaves, and the landmarks that keep some of them.
         now_s: the time, which whoever calls sets; nothing that is decided hangs on it. It is told with events.
+        asked_by: the request for which memory is asked for, which whoever calls sets; as ``now_s``.
         tick: logical time: one for every acquire and release, so recency has no ties between caches.
     """
 
@@ -73,7 +82,10 @@ class BlockCache:
         self.tree = PrefixTree(rules.block_size)
         self.policy = policy
         self.now_s = 0.0
+        self.asked_by = ""
         self.tick = 0
+        self._rule: EvictionRule = "policy"  # by which the last one that went was chosen, and its score
+        self._score: float | None = None
         self._rules = rules
         self._trimmed_groups = rules.trimmed
         self.windows = WindowBlocks(rules)
@@ -106,9 +118,10 @@ class BlockCache:
             block = self.pool.allocate()
         return block
 
-    def make_free(self, num_blocks: int) -> bool:
-        """Evict until so many blocks are free; False if they cannot be had."""
+    def make_free(self, num_blocks: int, *, asked_by: str = "") -> bool:
+        """Evict until so many blocks are free, for the request ``asked_by``; False if they cannot be had."""
         pool = self.pool
+        self.asked_by = asked_by
         self.reclaim(num_blocks - pool.num_free)
         if pool.num_free < num_blocks and self.cancel_stores():
             self.reclaim(num_blocks - pool.num_free)
@@ -123,9 +136,10 @@ class BlockCache:
         """
         num_evicted = 0
         while num_evicted < num_blocks:
-            one = self._next()
-            if one is None:
+            chosen = self._next()
+            if chosen is None:
                 break
+            one, self._rule, self._score = chosen
             if isinstance(one, Block):
                 assert one.node is not None, "what is cached is published"
                 if self.windows.goes_to_host(one):
@@ -218,20 +232,45 @@ class BlockCache:
             if block.node is not None:
                 self.update_evictable(block.node)
 
-    def _next(self) -> Block | Node | PackedChunk | None:
+    def _next(self) -> _Next | None:
         """Return what goes next: a block alone, a leaf, or a packed chunk; None where nothing can go."""
         if not self._trimmed_groups:
-            return self.policy.victim()
-        windows, broken = self.windows, self._broken
-        block = windows.stale_block()
+            return self._by_policy()
+        useless = self._useless()
+        if useless is not None:
+            return useless
+        kept = self.windows.kept_block()
+        if kept is not None:
+            return _Next(kept, "landmark")
+        return self._by_policy() or self._last_resort()
+
+    def _by_policy(self) -> _Next | None:
+        """Return the leaf that the policy names."""
+        node = self.policy.victim()
+        return None if node is None else _Next(node, "policy", self.policy.score(node))
+
+    def _useless(self) -> _Next | None:
+        """Return what nobody would begin with: a stale block, or what is left of a path that is cut."""
+        block = self.windows.stale_block()
         if block is not None:
-            return block
+            return _Next(block, "stale")
+        broken = self._broken
         if broken is not None:
             if broken.attached and broken.evictable and not self._rules.of(broken.root.mask).is_whole(broken):
-                return broken
+                return _Next(broken, "cut")
             self._broken = None
-        one = windows.kept_block() or self.policy.victim() or windows.firm_block() or windows.idle_block()
-        return one or next(iter(self._packed), None)
+        return None
+
+    def _last_resort(self) -> _Next | None:
+        """Return what goes when no leaf can."""
+        block = self.windows.firm_block()
+        if block is not None:
+            return _Next(block, "firm_landmark")
+        block = self.windows.idle_block()
+        if block is not None:
+            return _Next(block, "idle")
+        chunk = next(iter(self._packed), None)
+        return None if chunk is None else _Next(chunk, "packed")
 
     def _make_one_free(self) -> bool:
         return bool(self.reclaim(1) or (self.cancel_stores() and self.reclaim(1)))
@@ -300,5 +339,21 @@ class BlockCache:
             self.windows.note_gone(block)
         self.pool.withdraw(block)
         if was_cached:
-            now_s = self.now_s
-            self._emit(BlockEvicted(block.block_id, node.depth, cause, now_s - node.born_s, now_s - node.used_s))
+            self._tell_evicted(node, block, cause)
+
+    def _tell_evicted(self, node: Node, block: Block, cause: EvictionCause) -> None:
+        now_s = self.now_s
+        is_for_memory = cause == "allocation"
+        self._emit(
+            BlockEvicted(
+                block.block_id,
+                node.depth,
+                cause,
+                now_s - node.born_s,
+                now_s - node.used_s,
+                node,
+                self._rule,
+                self._score if is_for_memory else None,
+                self.asked_by if is_for_memory else "",
+            )
+        )

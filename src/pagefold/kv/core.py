@@ -134,7 +134,7 @@ class KVCore:
         self.blocks = blocks = BlockCache(num_blocks, self.rules, policy or make_policy("default"), host, slow, emit)
         self.pool, self.tree, self.policy = blocks.pool, blocks.tree, blocks.policy
         self.moves = Moves(blocks, host, slow, emit)
-        self.publishing = (Publishing if is_plain else PublishingByGroups)(blocks, block_size)
+        self.publishing = (Publishing if is_plain else PublishingByGroups)(blocks, block_size, emit)
         self.pins = PinTable(blocks.pool, self.rules, pin_limits, update_evictable=blocks.update_evictable, emit=emit)
         self.streaming = Streaming(blocks.pool, host, block_size, self.moves.store) if allow_streaming else NO_STREAMING
         self.uses = Uses(blocks, emit)
@@ -220,7 +220,7 @@ class KVCore:
     # Sequences' caches.
 
     def acquire(
-        self, hit: PrefixHit, message_ends: Sequence[int] = (), *, is_return: bool = False
+        self, hit: PrefixHit, message_ends: Sequence[int] = (), *, is_return: bool = False, owner: str = ""
     ) -> tuple[SequenceCache, int]:
         """Make a cache that starts with what ``hit`` found, and hold that. Return it and the number of tokens it holds.
 
@@ -234,11 +234,14 @@ class KVCore:
                 Where groups keep the last tokens only, their windows stay cached there while memory is to spare; the
                 last one's firmly (``landmarks.py``).
             is_return: whether who asks has had a cache of the same before: where it begins says nothing of others.
+            owner: the request that it is for, as events name it.
         """
         self.blocks.next_tick()
+        self.blocks.asked_by = owner
         nodes = attached_part(hit.nodes)
         cache = SequenceCache(len(self.rules), None)
         cache.mask = hit.mask
+        cache.owner = owner
         self.caches.add(cache)
         self.lodgers.on_acquire(cache)
         nodes = self._prefixes.begin(cache, nodes, hit)
@@ -254,12 +257,14 @@ class KVCore:
             cache.marks = self._marks(hit, num_tokens, message_ends, is_return=is_return)
         return cache, num_tokens
 
-    def begin_streaming(self, hit: PrefixHit) -> tuple[SequenceCache, int]:
+    def begin_streaming(self, hit: PrefixHit, *, owner: str = "") -> tuple[SequenceCache, int]:
         """Make a cache that streams and starts with what ``hit`` found. Return it and the number of tokens it holds.
 
-        The cache holds none of the device's blocks yet, and what it will hold is never published.
+        The cache holds none of the device's blocks yet, and what it will hold is never published. ``owner`` is the
+        request that it is for, as events name it.
         """
         cache = self.streaming.begin(hit)
+        cache.owner = owner
         self.caches.add(cache)
         cache.capacity = cache.tables[0].end * self.block_size
         return cache, cache.capacity
@@ -270,6 +275,7 @@ class KVCore:
         Blocks that a fork shares are replaced first (copy-on-write), so that a write never reaches another sequence.
         False, with nothing changed that matters, when memory is short.
         """
+        self.blocks.asked_by = cache.owner
         if cache.may_share_tail and not self._holding.unshare(cache, start, copies=not self.residuals.is_on):
             return False
         if end > cache.capacity and not self._holding.extend(cache, end):
@@ -322,16 +328,18 @@ class KVCore:
         if num_blocks * self.block_size < cache.capacity:
             self._holding.cut(cache, num_blocks)
 
-    def fork(self, cache: SequenceCache) -> SequenceCache:
+    def fork(self, cache: SequenceCache, *, owner: str = "") -> SequenceCache:
         """Make a second cache on the same blocks. Whoever writes into a shared block first gets a copy of it.
 
         Both go on from the same position: what lies before it in the shared block is what the copy is for. All whole
         blocks of ``cache`` that are to be published are: as at the end of a prompt, whose tokens are all known when a
         step promises them. Of others, neither would be published, nor given back where groups trim, while both live.
+        ``owner`` is the request that it is for, as events name it.
         """
         assert cache.promise is None, "a cache forks between steps"
         twin = SequenceCache(len(cache.tables), cache.tail)
         twin.mask = cache.mask
+        twin.owner = owner
         self._holding.share(cache, twin)
         twin.capacity = cache.capacity
         twin.num_published = cache.num_published

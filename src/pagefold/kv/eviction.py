@@ -60,6 +60,9 @@ class EvictionPolicy(Protocol):
     def victim(self) -> Node | None:
         """The evictable node that should go first; None when there is none. Changes nothing that can be seen."""
 
+    def score(self, node: Node) -> float:
+        """What an evictable node is ranked by, among those of its queue: the least goes first. To be told, no more."""
+
     def candidates(self) -> Iterator[Node]:
         """All evictable nodes, in any order: for audits."""
 
@@ -100,6 +103,10 @@ class KeyPolicy:
     def victim(self) -> Node | None:
         """Return the evictable node with the smallest key, ties by who became evictable first."""
         return self._idle.first()
+
+    def score(self, node: Node) -> float:
+        """Return the first number of its key."""
+        return float(self._key(node)[0])
 
     def candidates(self) -> Iterator[Node]:
         """Yield all evictable nodes."""

@@ -50,6 +50,7 @@ class Fetch:
         patience_s: how long it waits though nothing arrives.
         missing: what of the path is missing without them.
         is_over: nothing more will be waited for.
+        is_late: it is over since it took too long.
         ops: what must be brought for it, by tier.
         num_later: so many blocks are expected to follow, for which room is kept (:attr:`Missing.num_more`).
     """
@@ -58,6 +59,7 @@ class Fetch:
         "begun_s",
         "blocks",
         "followers",
+        "is_late",
         "is_over",
         "last_s",
         "missing",
@@ -76,7 +78,7 @@ class Fetch:
         self.begun_s = self.last_s = now
         self.patience_s = patience_s
         self.missing = missing
-        self.is_over = False
+        self.is_over = self.is_late = False
         self.ops: dict[str, list[FetchOp]] = {}
         self.num_later = missing.num_more
 
@@ -194,7 +196,7 @@ class Fetches:
         """Give up the fetches that do not pay any more."""
         for fetch in self._fetches.values():
             if not fetch.is_over and not self._pays(fetch, now):
-                fetch.is_over = True
+                fetch.is_over = fetch.is_late = True
                 self._arbiter.num_late += 1
 
     def next_late_s(self) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pagefold.events import CacheReset, Emit
+from pagefold.events import CacheReset, Emit, PathsDistrusted
 from pagefold.kv.names import digest_of, in_group, path_digest, root_digest
 from pagefold.kv.tree import TOKEN_BYTES, doubtful_nodes
 
@@ -101,6 +101,7 @@ class Forgetting:
         digests = {in_group(path, group) for path in paths for group in range(num_names)}
         self._slow.fetches.distrust(digests)
         self._pins.distrust(set(nodes))
+        self._emit(PathsDistrusted(tuple(nodes)))
         for node in reversed(nodes):
             if node.attached:  # one without blocks has gone with its last child
                 self._blocks.evict(node, "corrupted")

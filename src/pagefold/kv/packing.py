@@ -50,8 +50,8 @@ __all__ = ["NO_PACKING", "Packed", "Packing"]
 
 _LEAST_GRANTED = 8
 """So many chunks tell how much others will keep."""
-_RESERVE = 0.05
-"""What is expected beyond what was kept: who runs short of it is preempted."""
+_RESERVE = 0.08
+"""What is expected beyond what was kept, as a share of it: who runs short of it is preempted."""
 
 
 class Packed(NamedTuple):
@@ -101,7 +101,7 @@ class Packing(Lodger):
         num_granted = self._num_granted[mask]
         if num_granted < _LEAST_GRANTED * self._chunk_blocks:
             return 1.0
-        return min(1.0, self._num_kept[mask] / num_granted + _RESERVE)
+        return min(1.0, self._num_kept[mask] / num_granted * (1 + _RESERVE))
 
     def expected_blocks(self, mask: int) -> int:
         """Return how many blocks a chunk is expected to fill, by the same."""

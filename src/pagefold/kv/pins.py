@@ -260,7 +260,7 @@ class PinTable:
         for block in pin.blocks:
             self.num_blocks -= self._pool.unpin(block)
         self._update_nodes(pin)
-        self._tell(DroppedPin(pin.pin_id, pin.num_blocks, cause))
+        self._tell(DroppedPin(pin.pin_id, pin.num_blocks, cause), pin.tail)
 
     def _kept(self, pin: Pin, spared: Collection[Block]) -> list[Block]:
         """Return blocks of ``pin`` that pins alone keep from being evicted: those that tell whether to give it up."""
@@ -289,9 +289,9 @@ class PinTable:
         for node in pin.path():
             self._update_evictable(node)
 
-    def _tell(self, dropped: DroppedPin) -> None:
+    def _tell(self, dropped: DroppedPin, tail: Node | None = None) -> None:
         self.dropped.append(dropped)
-        self._emit(PinDropped(dropped.pin_id, dropped.num_blocks, dropped.cause))
+        self._emit(PinDropped(dropped.pin_id, dropped.num_blocks, dropped.cause, tail))
 
 
 def _committed(node: Node | None) -> Node | None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pagefold.events import BlocksPublished, Emit
 from pagefold.kv.sequence_cache import Promise
 from pagefold.kv.tree import TOKEN_BYTES
 
@@ -32,10 +33,12 @@ class Publishing:
     Args:
         blocks: of the device.
         block_size: tokens a block.
+        emit: where events go.
     """
 
-    def __init__(self, blocks: BlockCache, block_size: int) -> None:
+    def __init__(self, blocks: BlockCache, block_size: int, emit: Emit) -> None:
         self._blocks = blocks
+        self._emit = emit
         self._pool, self._tree, self._policy = blocks.pool, blocks.tree, blocks.policy
         self._block_size = block_size
         self._stride = block_size * TOKEN_BYTES
@@ -96,10 +99,14 @@ class Publishing:
         if cache.tail is None:  # the cache was reset while the step ran
             return
         node = promise.end
+        written: list[Node] = []
         while node is not promise.tail:
             node.committed = True
+            written.append(node)
             assert node.parent is not None
             node = node.parent
+        written.reverse()
+        self._tell(cache, written)
         if joins and promise.is_behind:
             self.join(promise)
 
@@ -116,6 +123,7 @@ class Publishing:
         if tail.parent is None:
             tail = self._tree.root(tail.key, mask=tail.mask)
         index = cache.num_published
+        late: list[Node] = []
         while index < promise.num_blocks:
             key = promise.packed[index * self._stride : (index + 1) * self._stride]
             child = tail.children.get(key)
@@ -126,6 +134,7 @@ class Publishing:
                 child = self._tree.insert(tail, key, own, self._blocks.tick)
                 child.born_s = self._blocks.now_s
                 child.committed = True
+                late.append(child)
                 self._policy.on_insert(child)
                 if tail.evictable:  # a leaf until now, of which the cache holds nothing: it has led to this one
                     self._blocks.update_evictable(tail)
@@ -142,6 +151,7 @@ class Publishing:
             assert tail.parent is not None, "what is published are the nodes of a path"
             tail = tail.parent  # else who has nothing there would lean on it
             index -= 1
+        self._tell(cache, late)
         cache.tail = tail
         cache.num_published = index
 
@@ -171,6 +181,11 @@ class Publishing:
         cache.num_published = promise.first
 
     # Inside.
+
+    def _tell(self, cache: SequenceCache, nodes: list[Node]) -> None:
+        """Tell what a cache has published, if that is anything."""
+        if nodes:
+            self._emit(BlocksPublished(cache.owner, tuple(nodes)))
 
     def _own(self, cache: SequenceCache, index: int) -> tuple[Block | None, ...] | None:
         """Return the blocks of every group at one place of a path, none of a group that does not keep what is there.

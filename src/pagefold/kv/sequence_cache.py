@@ -57,6 +57,7 @@ class SequenceCache:
         num_packed_blocks: how many blocks these fill.
         granted: blocks for the chunks that the step packs which is being planned or run.
         mask: by which mask it keeps older tokens, where those are packed; ``NO_MASK`` for all of them.
+        owner: the request that holds it, as events name it; nothing that is decided hangs on it.
         facts: of the request that holds it, for the eviction policy; whoever releases the cache may set them before.
 
     Always: the path from the root to ``tail`` has ``num_published`` nodes, and where a table holds one of the first so
@@ -79,6 +80,7 @@ class SequenceCache:
         "num_loaded_tokens",
         "num_packed_blocks",
         "num_published",
+        "owner",
         "promise",
         "residual_id",
         "tables",
@@ -103,6 +105,7 @@ class SequenceCache:
         self.num_packed_blocks = 0
         self.granted: list[Block] = []
         self.mask = 0
+        self.owner = ""
         self.facts = _NO_FACTS
 
     @property

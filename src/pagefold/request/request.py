@@ -106,6 +106,7 @@ class Request:
         num_lost_tokens: how much behind its hit is cached, and computed once more for want of a window: at the last
             admission.
         max_computed_tokens: the most that was ever computed: what is computed again below it is recomputation.
+        num_declined_tokens: how much behind its hit the host held, and computing was expected to be sooner: likewise.
         namespace: :meth:`Namespace.key` of its blocks.
         cache: its blocks while it runs.
         times: when it came, on the caller's clock, and what followed.
@@ -143,6 +144,7 @@ class Request:
         "num_accepted_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_declined_tokens",
         "num_draft_tokens",
         "num_loaded_tokens",
         "num_lost_tokens",
@@ -226,7 +228,7 @@ class Request:
         self.num_cached_tokens = -1
         self.num_loaded_tokens: dict[str, int] = {}
         self.kept_share: float | None = None
-        self.num_lost_tokens = 0
+        self.num_lost_tokens = self.num_declined_tokens = 0
         self.num_preemptions = 0
         self.is_aborted = False
         self.finish_reason: FinishReason | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pagefold.events import Emit, RequestStreamed
+from pagefold.events import Emit, RequestStreamed, WaitCause
 from pagefold.request import RequestStatus
 
 if TYPE_CHECKING:
@@ -49,37 +49,42 @@ class Admission:
             num_seats -= step.num_leaving
         return num_seats
 
-    def admit(self, step: StepInFlight, budget: int) -> bool:
-        """Let the head of the queue run, as the last of those that do; False if it must wait.
+    def admit(self, step: StepInFlight, budget: int) -> WaitCause | None:
+        """Let the head of the queue run, as the last of those that do; or return why it must wait.
 
         Its cache has room for what it may compute of ``budget`` tokens.
         """
+        if budget <= 0:
+            return "tokens"
         core, now = self._core, step.now
         request = self._queues.waiting[0]
         if request.num_seqs > self.num_seats(step):
-            return False
+            return "seats"
         streams = self._streamer.streams(request)
         if streams and not self._relief.room_to_stream(request, now):
-            return False
+            return "memory"
         found = core.match(request.namespace, request.packed(), request.max_hit_tokens, mask=request.mask)
         hit = found if streams else self._relief.room_for_all(request, found, now)
         if hit is None:
-            return False
+            return "memory"
+        num_found = hit.num_blocks
         if streams:
-            cache, start = core.begin_streaming(hit)
+            cache, start = core.begin_streaming(hit, owner=request.request_id)
         else:
             hit = core.worth(hit)
-            cache, start = core.acquire(hit, request.message_ends, is_return=request.num_cached_tokens >= 0)
+            is_return = request.num_cached_tokens >= 0
+            cache, start = core.acquire(hit, request.message_ends, is_return=is_return, owner=request.request_id)
         request.cache = cache
         num_tokens = core.lodgers.limit(cache, start, min(request.num_tokens - start, budget), request.num_tokens)
         if not core.extend(cache, start, start + num_tokens):
             request.cache = None
             core.release(cache)
-            return False
+            return "memory"
         self._queues.waiting.popleft()
         if streams:
             self._emit(RequestStreamed(request.request_id, request.num_tokens, len(cache.cold)))
         request.num_lost_tokens = hit.num_lost * core.block_size
+        request.num_declined_tokens = (num_found - hit.num_blocks) * core.block_size
         if request.status is not RequestStatus.PREEMPTED:
             request.num_cached_tokens = start
             request.num_loaded_tokens = cache.num_loaded_tokens
@@ -88,4 +93,4 @@ class Admission:
         if request.times.scheduled_s is None:
             request.times.scheduled_s = now
         self._queues.running.append(request)
-        return True
+        return None

@@ -99,7 +99,7 @@ class Beams:
         for seat, move in zip(group.seats, moves, strict=True):
             cache = caches[move.parent]
             assert cache is not None
-            seat.cache = self._core.fork(cache) if move.parent in taken else cache
+            seat.cache = self._core.fork(cache, owner=seat.request_id) if move.parent in taken else cache
             taken.add(move.parent)
             _write_output(seat, (*outputs[move.parent], move.token_id))
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pagefold.events import FetchEnded
 from pagefold.kv.missing import NOTHING_MISSING
 from pagefold.request import RequestStatus
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from pagefold.events import Emit, FetchOutcome
     from pagefold.kv import Fetch, SlowTiers, Verdict
     from pagefold.kv.missing import Has, Missing
     from pagefold.kv.names import BlockName
@@ -51,9 +53,25 @@ class Wanted:
         fetch: its blocks on their way; None until there is room for them.
         first: what had to come before it was known what else is missing; it is kept. None while nothing is known so.
         is_over: the request does not wait any more; what has come is kept until the request is admitted.
+        is_answered: a tier that was asked what it has of it has answered, or none was asked.
+        held_s: since when its request is held back.
+        why_not: why what tiers may have is not brought, as far as that was decided.
     """
 
-    __slots__ = ("fetch", "first", "found", "is_over", "late_s", "missing", "request", "ticket", "verdict")
+    __slots__ = (
+        "fetch",
+        "first",
+        "found",
+        "held_s",
+        "is_answered",
+        "is_over",
+        "late_s",
+        "missing",
+        "request",
+        "ticket",
+        "verdict",
+        "why_not",
+    )
 
     def __init__(self, request: Request | None, missing: Missing) -> None:
         self.request = request
@@ -65,6 +83,9 @@ class Wanted:
         self.fetch: Fetch | None = None
         self.first: Fetch | None = None
         self.is_over = False
+        self.is_answered = True
+        self.held_s = 0.0
+        self.why_not: FetchOutcome = "absent"
 
     @property
     def is_waited_for(self) -> bool:
@@ -80,6 +101,17 @@ class Wanted:
     def is_useless(self) -> bool:
         """Whether what was found is of no use."""
         return not self.found or not self.missing.gain(len(self.found))
+
+    @property
+    def outcome(self) -> FetchOutcome:
+        """What has become of it, once its request does not wait for it."""
+        if self.fetch is None:
+            if not self.is_answered:
+                return "late"
+            return "no_room" if self.verdict is not None and self.verdict.num_blocks else self.why_not
+        if self.fetch.is_late:
+            return "late"
+        return "brought" if self.fetch.num_arrived == len(self.fetch.blocks) else "broken"
 
     def seek_windows(self, has: Has) -> None:
         """Seek what groups need that keep the last tokens only, now that it is known how far tiers have the path.
@@ -110,13 +142,15 @@ class Fetching:
         scheduler: has the requests.
         slow: the slow tiers.
         transfer: carries out what is decided.
+        emit: where events go.
 
     Attributes:
         is_stopped: nothing is brought now, since everything is being forgotten.
     """
 
-    def __init__(self, scheduler: Scheduler, slow: SlowTiers, transfer: Transfers) -> None:
+    def __init__(self, scheduler: Scheduler, slow: SlowTiers, transfer: Transfers, emit: Emit) -> None:
         self.is_stopped = False
+        self._emit = emit
         self._scheduler = scheduler
         self._slow = slow
         self._transfer = transfer
@@ -139,7 +173,10 @@ class Fetching:
         arbiter, found = self._slow.arbiter, wanted.found
         for tier in self._transfer.tiers:
             rest = wanted.left
-            if not rest or not arbiter.pays(tier):
+            if not rest:
+                continue
+            if not arbiter.pays(tier):
+                wanted.why_not = "slow"
                 continue
             if tier == _FAST:
                 found += [tier] * self._transfer.count(tier, rest)
@@ -150,12 +187,15 @@ class Fetching:
             wanted.seek_windows(self._has)
             self.seek(wanted, now)
         elif self._decide(wanted, now):
-            self._hold(wanted)
+            self._hold(wanted, now)
+        elif wanted.ticket is None:  # else it is told when its request does not wait any more
+            self._tell(wanted, now)
 
     def found(self, answer: Found, now: float) -> None:
         """A tier has said what it has."""
         wanted = self._wanted.get(answer.ticket)
         if wanted is not None and wanted.verdict is None:
+            wanted.is_answered = True
             wanted.found += [answer.tier] * answer.num_blocks
             wanted.late_s = now
 
@@ -194,7 +234,8 @@ class Fetching:
         if wanted.ticket is not None:  # a late answer to the question before is not taken for this one's
             del self._wanted[wanted.ticket]
             self._number(wanted)
-        self._hold(wanted)
+        self._hold(wanted, now)
+        wanted.is_answered = False
         assert wanted.ticket is not None, "it was just held"
         self._transfer.look(tier, wanted.left, wanted.ticket)
 
@@ -206,11 +247,12 @@ class Fetching:
         """Whether a tier that answers at once has a block."""
         return _FAST in self._transfer.tiers and self._transfer.count(_FAST, [name]) > 0
 
-    def _hold(self, wanted: Wanted) -> None:
+    def _hold(self, wanted: Wanted, now: float) -> None:
         """Give it a ticket, and hold its request back; nothing, if that was done."""
         if wanted.ticket is not None:
             return
         self._number(wanted)
+        wanted.held_s = now
         if wanted.request is not None:
             self._scheduler.hold(wanted.request)
 
@@ -228,6 +270,7 @@ class Fetching:
             return False
         num_more = wanted.missing.num_more  # of the same tier, as far as anybody knows
         if len(wanted.found) + num_more > self._slow.fetches.max_waited:
+            wanted.why_not = "no_room"
             return False
         tiers = wanted.found + wanted.found[-1:] * num_more
         gain = wanted.missing.gain
@@ -236,6 +279,7 @@ class Fetching:
         )
         wanted.verdict = verdict = verdict._replace(num_blocks=max(0, verdict.num_blocks - num_more))
         if not verdict.num_blocks:
+            wanted.why_not = "slow"
             return False
         wanted.late_s = now + _ROOM_SHARE * verdict.compute_s
         self._fetch(wanted, now)
@@ -283,6 +327,7 @@ class Fetching:
         wanted.is_over = True
         if wanted.request is not None:
             self._scheduler.ready(wanted.request)
+            self._tell(wanted, now)
         mixed = wanted.missing.mixed() if wanted.fetch is not None else []
         if mixed:  # else it would come again, and be of no use again
             self._slow.fetches.reject(mixed)
@@ -294,6 +339,16 @@ class Fetching:
             self._slow.arbiter.account(num_places, now - begun.begun_s)
         if wanted.fetch is None or wanted.request is None:
             self._end(wanted)
+
+    def _tell(self, wanted: Wanted, now: float) -> None:
+        """Tell what has become of what a request lacked, if that was anything."""
+        request, missing = wanted.request, wanted.missing
+        num_places = missing.at_stake(len(missing.names))
+        if request is None or not num_places:
+            return
+        num_tokens = num_places * self._scheduler.core.block_size
+        waited_s = 0.0 if wanted.ticket is None else now - wanted.held_s
+        self._emit(FetchEnded(request.request_id, wanted.outcome, num_tokens, waited_s))
 
     def _bring_rest(self, wanted: Wanted, now: float) -> bool:
         """Blocks have come: bring what they say is missing beside them, if that pays; whether it is waited for."""

@@ -120,7 +120,7 @@ class Relief:
             pass
         if missing > 0 and not self._give_up_pins(missing, [], now):
             return False
-        return self._core.blocks.make_free(needed)
+        return self._core.blocks.make_free(needed, asked_by=request.request_id)
 
     def _preempt(self, victim: Request, beneficiary: Request) -> None:
         """Take a running request's blocks; what is published stays cached and spares work if it is still there."""

@@ -63,7 +63,10 @@ class RowPlanner:
         row = 0
         while True:
             if row == len(running):  # all that ran before have theirs
-                if not queues.waiting or budget <= 0 or not self._admission.admit(step, budget):
+                if not queues.waiting:
+                    return
+                step.waits_for = self._admission.admit(step, budget)
+                if step.waits_for is not None:
                     return
                 step.num_admitted += 1
             request = running[row]

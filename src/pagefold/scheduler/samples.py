@@ -40,7 +40,7 @@ def fork_samples(step: StepInFlight, core: KVCore, queues: Queues) -> None:
         assert request.cache is not None
         for fork in request.forks:
             begin_fork(fork, request, queues)
-            fork.cache = core.fork(request.cache)
+            fork.cache = core.fork(request.cache, owner=fork.request_id)
         at = queues.running.index(request) + 1
         queues.running[at:at] = request.forks
         request.forks = []

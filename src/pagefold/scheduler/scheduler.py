@@ -258,12 +258,12 @@ class Scheduler:
         plan = step.plan
         core = self.core
         joins = not result.corrupted
+        tell_lookups(self._emit, step, has_tiers=self.core.host.is_on)
         late = commit(core, step.promises, behind, joins=joins)
         core.moves.copies_done(plan.copies)
         core.moves.host_done(plan.host_ops)
         requests = step.requests
         self.suspicion.ran(leaders(requests) if self.suspicion.is_on else requests)
-        tell_lookups(self._emit, step, has_tiers=self.core.host.is_on)
         num_uncounted, dropped, spoiled = verify(step, result)
         for row, (request, num_tokens) in enumerate(zip(requests, plan.num_tokens, strict=True)):
             request.num_computed_tokens += num_tokens - num_uncounted.get(row, 0)
@@ -375,9 +375,9 @@ class Scheduler:
             assert not self.core.moves.pending_copies, "nobody runs, so nobody waits for a copy"
         num_tokens = len(plan.token_ids)
         drafts = tuple((step.requests[one.row].request_id, one.num_drafts) for one in plan.drafted)
-        self._emit(
-            StepPlanned(plan.step_id, step.now, plan.num_rows, num_tokens, sum(plan.starts) + num_tokens, drafts)
-        )
+        num_read = sum(plan.starts) + num_tokens
+        waits_for = "apart" if self.suspicion.is_on and self.waiting else step.waits_for
+        self._emit(StepPlanned(plan.step_id, step.now, plan.num_rows, num_tokens, num_read, drafts, waits_for))
         return plan
 
     @staticmethod

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from pagefold.events import WaitCause
     from pagefold.kv import Promise, SequenceCache
     from pagefold.request import Request
     from pagefold.steps import StepPlan
@@ -44,6 +45,7 @@ class StepInFlight:
         num_leaving: of those that the step before was planned for, so many have nothing left to compute behind it.
         num_admitted: the last so many of ``requests`` were admitted in this step.
         num_prefill_tokens, num_recomputed_tokens: of prompts, and of what had been computed before.
+        waits_for: what those wait for whom it has not let in; None where nobody does.
     """
 
     __slots__ = (
@@ -61,6 +63,7 @@ class StepInFlight:
         "promises",
         "requests",
         "samples",
+        "waits_for",
     )
 
     def __init__(self, plan: StepPlan, now: float, late: dict[Request, int] | None = None) -> None:
@@ -78,6 +81,7 @@ class StepInFlight:
         self.num_admitted = 0
         self.num_prefill_tokens = 0
         self.num_recomputed_tokens = 0
+        self.waits_for: WaitCause | None = None
 
     @property
     def admitted(self) -> list[Request]:

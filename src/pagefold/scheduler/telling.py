@@ -41,6 +41,8 @@ def tell_added(emit: Emit, request: Request) -> None:
 def tell_lookups(emit: Emit, step: StepInFlight, *, has_tiers: bool) -> None:
     """Tell what those that a step admitted had found: when it ran, since a step that fails is no lookup.
 
+    To be told before it is told what the step has written: so whoever listens knows what was there to be found.
+
     Args:
         emit: where events go.
         step: the step that ran.
@@ -51,9 +53,16 @@ def tell_lookups(emit: Emit, step: StepInFlight, *, has_tiers: bool) -> None:
         after_preemption = request.num_preemptions > 0
         num_loaded = sum(request.num_loaded_tokens.values())
         num_hit = step.plan.starts[row]
-        num_lost = request.num_lost_tokens
         emit(
             PrefixLookup(
-                request.request_id, request.num_tokens, num_hit, after_preemption, num_loaded, has_tiers, num_lost
+                request.request_id,
+                request.num_tokens,
+                num_hit,
+                after_preemption,
+                num_loaded,
+                has_tiers,
+                request.num_lost_tokens,
+                request.num_declined_tokens,
+                step.now,
             )
         )

@@ -10,7 +10,7 @@ For a conversation that is expected to go on (``returning.py``) blocks are broug
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from itertools import islice
 from typing import TYPE_CHECKING, Protocol
 
@@ -90,7 +90,7 @@ class Tiering:
         self._move = move
         self._emit = emit
         self._clock = clock
-        self._fetching = Fetching(scheduler, slow, transfer)
+        self._fetching = Fetching(scheduler, slow, transfer, emit)
         self._returning = Returning()
         self._ahead: set[str] = set()  # of those at the head of the queue, who was looked at there
 
@@ -244,25 +244,27 @@ class Tiering:
         """Take note of what has come, and tell what it took."""
         arbiter = self._slow.arbiter
         self._fetching.arrived(fetched)
-        causes: dict[TierMissCause, int] = {}
+        missed: list[tuple[bytes, TierMissCause]] = []
         rejected: list[bytes] = []
         for op, found in zip(fetched.ops, fetched.found, strict=True):
             is_good = not isinstance(found, MissCause)
             if isinstance(found, MissCause):
                 cause: TierMissCause = found.value
-                causes[cause] = causes.get(cause, 0) + 1
+                missed.append((op.name.digest, cause))
             else:
                 self._arena.arrived(op.host_id, found)
             note = fetched.notes.get(op.host_id, b"")
             if not self._slow.fetches.arrived(op.host_id, now, is_good=is_good, note=note) and is_good:
                 rejected.append(op.name.digest)  # else it would come again
         if rejected:
-            causes[MissCause.OTHER_BLOCK.value] = causes.get(MissCause.OTHER_BLOCK.value, 0) + len(rejected)
+            missed += [(digest, MissCause.OTHER_BLOCK.value) for digest in rejected]
             self._transfer.forget(rejected)
-        num_found = len(fetched.ops) - sum(causes.values())
+        causes = dict(Counter(cause for _, cause in missed))
+        num_found = len(fetched.ops) - len(missed)
         if num_found == len(fetched.ops):
             arbiter.links[fetched.tier].learn(num_found * arbiter.block_bytes, fetched.seconds)
-        self._emit(TierRead(fetched.tier, num_found, num_found * arbiter.block_bytes, fetched.seconds, causes))
+        num_bytes = num_found * arbiter.block_bytes
+        self._emit(TierRead(fetched.tier, num_found, num_bytes, fetched.seconds, causes, tuple(missed)))
 
 
 class _NoTiering(Tiering):

@@ -16,6 +16,9 @@ __all__ = [
     "CountedTokens",
     "DeletedResponse",
     "Detokenized",
+    "Explanation",
+    "ExplanationList",
+    "Foretold",
     "Model",
     "Models",
     "OpenAIResponse",
@@ -308,3 +311,102 @@ class Unpinned(BaseModel):
     id: str
     object: Literal["cache.pin"]
     deleted: Literal[True]
+
+
+class _ToldDifference(BaseModel):
+    token: int = Field(ge=0)
+    nearest: str
+    text_before: str | None
+    own_text: str | None
+    nearest_text: str | None
+
+
+class _ToldEviction(BaseModel):
+    ago_s: float | None
+    policy: str | None
+    score: float | None
+    for_: str | None = Field(alias="for")
+
+
+class _ToldMiss(BaseModel):
+    start: int = Field(ge=0)
+    end: int = Field(ge=0)
+    tokens: int = Field(ge=1)
+    cause: str
+    told: str
+    remedy: str | None
+    fields: list[str]
+    detail: str | None
+    difference: _ToldDifference | None
+    eviction: _ToldEviction | None
+
+
+class _ToldWait(BaseModel):
+    cause: str
+    told: str
+    ms: float
+
+
+class _ToldPreemption(BaseModel):
+    tokens: int
+    for_: str | None = Field(alias="for")
+
+
+class _ExplainedRequest(BaseModel):
+    id: str
+    prompt_tokens: int
+    cached_tokens: int
+    cached_tokens_from_tiers: int
+    computed_tokens: int
+    output_tokens: int
+    finish_reason: str | None
+    was_let_in: bool
+    queue_s: float | None
+    ttft_s: float | None
+    e2e_s: float | None
+    misses: list[_ToldMiss]
+    waits: list[_ToldWait]
+    preemptions: list[_ToldPreemption]
+    recomputed: list[_ToldMiss]
+
+
+class _Refused(BaseModel):
+    status: int
+    message: str
+
+
+class _Reach(BaseModel):
+    complete_for_s: float | None
+
+
+class _ListedExplanation(BaseModel):
+    object: Literal["explanation"]
+    id: str
+    refused: _Refused | None
+    requests: list[_ExplainedRequest]
+
+
+class Explanation(_ListedExplanation):
+    """Why, of one response."""
+
+    reach: _Reach
+
+
+class Foretold(BaseModel):
+    """What a request would find."""
+
+    object: Literal["explanation.foretold"]
+    prompt_tokens: int
+    cached_tokens: int
+    cached_tokens_by_tier: dict[str, int]
+    computed_tokens: int
+    prefill_s: float | None
+    misses: list[_ToldMiss]
+
+
+class ExplanationList(BaseModel):
+    """Why, of several."""
+
+    object: Literal["list"]
+    data: list[_ListedExplanation]
+    reach: _Reach

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
@@ -15,6 +16,8 @@ from pagefold.server.chat import chat_routes
 from pagefold.server.completions import completion_routes
 from pagefold.server.description import describe
 from pagefold.server.errors import add_error_handlers
+from pagefold.server.explain import explain_routes
+from pagefold.server.explanations import Explanations
 from pagefold.server.head import HeadAsGet
 from pagefold.server.ignored import TellIgnored
 from pagefold.server.keys import Keys, Locks
@@ -28,14 +31,19 @@ from pagefold.server.tokenize import tokenize_routes
 from pagefold.server.warming import Warmer, tenants_of
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from pagefold.config import ServerConfig
     from pagefold.engine.client import EngineClient
+    from pagefold.observe.ledger import Ledger
     from pagefold.observe.metrics import Metrics
 
 __all__ = ["create_app"]
 
 
-def create_app(client: EngineClient, *, model_name: str, config: ServerConfig, metrics: Metrics) -> FastAPI:
+def create_app(
+    client: EngineClient, *, model_name: str, config: ServerConfig, metrics: Metrics, ledger: Ledger
+) -> FastAPI:
     """Return the ASGI app that serves ``client``.
 
     Args:
@@ -43,6 +51,7 @@ def create_app(client: EngineClient, *, model_name: str, config: ServerConfig, m
         model_name: what clients call the model.
         config: of the door.
         metrics: what ``/metrics`` shows; the engine's events must go to its ``emit``.
+        ledger: what ``/v1/explain`` tells of; they must go to it too.
     """
     app = FastAPI(title="Pagefold", version=__version__, redirect_slashes=False)
     app.state.checker = BodyChecker(config.max_body_bytes)  # for every CheckedRoute
@@ -53,7 +62,10 @@ def create_app(client: EngineClient, *, model_name: str, config: ServerConfig, m
     add_error_handlers(app)
     app.add_middleware(AnthropicErrors)
     allow_origins(app, config)
-    app.add_middleware(RequestLog, count=metrics.count_response)  # the last added is the outermost
+    explanations = Explanations(ledger, partial(_text_of, client))
+    app.add_middleware(  # the last added is the outermost
+        RequestLog, count=metrics.count_response, explanations=explanations
+    )
     metrics.watch(client.status)
     served = Served(client, model_name, config.tool_call_parser, config.reasoning_parser)
     app.include_router(completion_routes(served))
@@ -64,7 +76,14 @@ def create_app(client: EngineClient, *, model_name: str, config: ServerConfig, m
     app.include_router(message_routes(served))
     app.include_router(tokenize_routes(served))
     app.include_router(cache_routes(Warmer(served, tenants_of(config))))
+    app.include_router(explain_routes(served, explanations, config))
     app.include_router(model_routes(served))
     app.include_router(probe_routes(served, config, metrics))
     describe(app, config)
     return app
+
+
+def _text_of(client: EngineClient, token_ids: Sequence[int]) -> str | None:
+    """Return the text of tokens; None where the model has no tokenizer."""
+    tokenizer = client.tokenizer
+    return None if tokenizer is None else tokenizer.decode(token_ids, skip_special_tokens=False)

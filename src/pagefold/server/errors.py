@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ContextLengthError",
+    "ExplanationNotFoundError",
     "PreviousResponseError",
     "ResponseNotFoundError",
     "Shown",
@@ -61,6 +62,10 @@ class UnknownModelError(ModelNotFoundError):
 
 class ResponseNotFoundError(PagefoldError):
     """There is no such stored response for who asks."""
+
+
+class ExplanationNotFoundError(PagefoldError):
+    """No request of that id is remembered for who asks."""
 
 
 class PreviousResponseError(InvalidRequestError):
@@ -93,6 +98,7 @@ _FORMS: dict[type[Exception], _Form] = {
     InvalidRequestError: _Form(400, "invalid_request_error", None),
     UnknownModelError: _Form(404, "invalid_request_error", "model_not_found"),
     ResponseNotFoundError: _Form(404, "invalid_request_error", "response_not_found"),
+    ExplanationNotFoundError: _Form(404, "invalid_request_error", "request_not_found"),
     EngineStoppedError: _Form(503, "service_unavailable_error", "engine_unavailable"),
     PinQuotaError: _Form(409, "invalid_request_error", "pin_quota_exceeded"),
     QueueFullError: _Form(429, "rate_limit_error", "queue_full"),

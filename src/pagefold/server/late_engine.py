@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pagefold.engine.client import EngineClient
+    from pagefold.engine.foresight import Foreseen
     from pagefold.engine.pins import PinReport
     from pagefold.engine.token_stream import TokenStream
     from pagefold.memory.limit import Limit
@@ -88,6 +89,10 @@ class LateEngine:
     async def reset_prefix_cache(self) -> int:
         """See :class:`~pagefold.engine.client.EngineClient`."""
         return await self._arrived().reset_prefix_cache()
+
+    async def foresee(self, prompt_token_ids: Sequence[int], caller: Caller = ANYBODY) -> Foreseen:
+        """See :class:`~pagefold.engine.client.EngineClient`."""
+        return await self._arrived().foresee(prompt_token_ids, caller)
 
     async def pins(self) -> PinReport:
         """See :class:`~pagefold.engine.client.EngineClient`."""

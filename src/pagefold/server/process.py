@@ -13,7 +13,9 @@ import uvicorn
 
 from pagefold.engine.engine_thread import EngineThread
 from pagefold.errors import PagefoldError
+from pagefold.events import fan_out
 from pagefold.memory.native import have_few_arenas
+from pagefold.observe.ledger import Ledger
 from pagefold.observe.metrics import Metrics
 from pagefold.server.app import create_app
 from pagefold.server.connection import http_settings
@@ -84,6 +86,7 @@ class ServerProcess:
         self._start_engine = start_engine
         self._on_ready = on_ready
         self._metrics = Metrics(model_name)
+        self._ledger = Ledger()
         self._late = LateEngine()
         self._starter: threading.Thread | None = None
         self._engine: EngineThread | None = None
@@ -91,7 +94,7 @@ class ServerProcess:
         self._is_ending = False
         self._exit_code = 0
         self._tasks: set[asyncio.Task[None]] = set()
-        app = create_app(self._late, model_name=model_name, config=config, metrics=self._metrics)
+        app = create_app(self._late, model_name=model_name, config=config, metrics=self._metrics, ledger=self._ledger)
         self._bodies: BodyChecker = app.state.checker
         self._server = _Server(
             http_settings(
@@ -136,7 +139,7 @@ class ServerProcess:
         """Start the engine; on a thread of its own."""
         engine: Engine | BaseException
         try:
-            engine = self._start_engine(self._metrics.emit)
+            engine = self._start_engine(fan_out(self._metrics.emit, self._ledger))
         except BaseException as error:  # noqa: BLE001 - raised again by run
             engine = error
         with contextlib.suppress(RuntimeError):  # the loop has closed: nobody waits for it

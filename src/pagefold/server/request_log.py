@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any
 from starlette.datastructures import MutableHeaders
 
 from pagefold.observe.logs import current_request_id
+from pagefold.server.keys import account_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+    from pagefold.server.explanations import Explanations
     from pagefold.server.generation import Generation
 
 __all__ = ["RequestLog", "attach_generation"]
@@ -30,6 +32,7 @@ _QUIET_PATHS = frozenset({"/health", "/ping", "/ready", "/load", "/metrics"})
 """What probes ask all day: logged with ``debug``, whatever the answer."""
 
 _OTHER_ROUTE = "other"
+_MOST_ERROR_BYTES = 2**14
 _NUM_SHOWN_CHARACTERS = 200
 
 
@@ -48,11 +51,15 @@ class RequestLog:
     Args:
         app: what it watches.
         count: told of each response: its route as the app declares it, or ``other``, and its status.
+        explanations: told which response went by which id, and what was refused; None where nobody asks for that.
     """
 
-    def __init__(self, app: ASGIApp, count: Callable[[str, int], None]) -> None:
+    def __init__(
+        self, app: ASGIApp, count: Callable[[str, int], None], explanations: Explanations | None = None
+    ) -> None:
         self._app = app
         self._count = count
+        self._explanations = explanations
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, and log it when it has been answered."""
@@ -63,19 +70,34 @@ class RequestLog:
         request_id = _request_id(scope)
         current_request_id.set(request_id)
         status: int | None = None
+        error = b""
 
         async def watched(message: Message) -> None:
-            nonlocal status
+            nonlocal status, error
             if message["type"] == "http.response.start":
                 status = message["status"]
                 self._count(getattr(scope.get("route"), "path", _OTHER_ROUTE), message["status"])
                 MutableHeaders(scope=message)[_HEADER] = request_id
+            elif status is not None and status >= HTTPStatus.BAD_REQUEST and len(error) < _MOST_ERROR_BYTES:
+                error += message.get("body", b"")
             await send(message)
 
         try:
             await self._app(scope, receive, watched)
         finally:
+            if self._explanations is not None:
+                _note(self._explanations, scope, request_id, status, error)
             _write(scope, request_id, status, time.monotonic() - began)
+
+
+def _note(explanations: Explanations, scope: Scope, request_id: str, status: int | None, error: bytes) -> None:
+    """Let a request be explained by its id: which response it got, or why none."""
+    tenant = account_of(scope).tenant
+    generation = scope.get("state", {}).get("generation")
+    if generation is not None:
+        explanations.name(tenant, request_id, generation.request_id)
+    elif scope["method"] == "POST" and status is not None and status >= HTTPStatus.BAD_REQUEST:
+        explanations.refused(tenant, request_id, status, error)
 
 
 def _request_id(scope: Scope) -> str:

@@ -188,6 +188,10 @@ class Adaptive:
         """Ask the leader."""
         return self._leader.real.victim()
 
+    def score(self, node: Node) -> float:
+        """Ask the leader."""
+        return self._leader.real.score(node)
+
     def candidates(self) -> Iterator[Node]:
         """Yield all evictable nodes."""
         return self._leader.real.candidates()

@@ -74,6 +74,11 @@ class AgingNodes:
             self._is_ranked.remove(cell)
         return None
 
+    def rank_of(self, node: Node) -> float:
+        """Return the rank of a node that is in the set."""
+        cell = self._cell_of[node]
+        return self._ranks[cell // NUM_AGES][cell % NUM_AGES]
+
     def rank_again(self, ranks: Ranks) -> None:
         """Order the cells by other ranks: no node moves."""
         self._ranks = ranks

@@ -209,6 +209,10 @@ class Learned:
         """Return the evictable node that is worth least."""
         return self._idle.first(self._now)
 
+    def score(self, node: Node) -> float:
+        """Return the rank of its kind and age: what it is expected to spare; its recency while LRU does better."""
+        return self._idle.rank_of(node)
+
     def candidates(self) -> Iterator[Node]:
         """Yield all evictable nodes."""
         return iter(self._idle)

@@ -117,6 +117,10 @@ class S3Fifo:
             place.turn = self._next_turn()
             self._main.add(node, (place.turn,))
 
+    def score(self, node: Node) -> float:
+        """Return its place in its queue."""
+        return float(self._places[node].turn)
+
     def candidates(self) -> Iterator[Node]:
         """Yield all evictable nodes."""
         yield from self._small

@@ -78,6 +78,10 @@ class TwoQueues:
             return self._new.first() or self._main.first()
         return self._main.first() or self._new.first()
 
+    def score(self, node: Node) -> float:
+        """Return when it was used last, or when it came, of a new one; in ticks."""
+        return float(node.last_used if self._is_main[node] else node.created_at)
+
     def candidates(self) -> Iterator[Node]:
         """Yield all evictable nodes."""
         yield from self._new

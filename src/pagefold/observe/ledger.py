@@ -1,0 +1,412 @@
+"""Ledger: a subscriber of events that remembers why. Whoever wants to know asks it by a request's id.
+
+It remembers which paths of blocks the cache has had (``seen_paths.py``) and the last requests
+(``request_record.py``); when a request is let in, why each token behind what was found is computed
+(``classify.py``). All of it is bounded, and how far back it reaches is told.
+
+Events come on the engine's thread; whoever asks does so on another.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict, deque
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from pagefold.events import (
+    BlockEvicted,
+    BlocksPublished,
+    CacheConfigured,
+    CacheReset,
+    FetchEnded,
+    FirstToken,
+    OutputFinished,
+    PathsDistrusted,
+    PinDropped,
+    PrefixLookup,
+    RequestAdded,
+    RequestFinished,
+    RequestPreempted,
+    StepApplied,
+    StepPlanned,
+    TierRead,
+)
+from pagefold.kv import TOKEN_BYTES
+from pagefold.kv.names import digest_of
+from pagefold.observe.classify import Lookup, classify, keys_of
+from pagefold.observe.misses import Cause, Miss
+from pagefold.observe.request_record import Preemption, RequestRecord, RequestRecords, Wait
+from pagefold.observe.seen_paths import BYTES_PER_PATH, Mark, SeenPaths, State, key_of
+
+if TYPE_CHECKING:
+    from array import array
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from pagefold.events import Event
+    from pagefold.kv.block import Node
+    from pagefold.observe.nearest_prompts import Nearest
+
+__all__ = ["GHOSTS_PER_BLOCK", "MAX_BYTES_PER_ENTRY", "Ledger", "Reach"]
+
+GHOSTS_PER_BLOCK = 4
+"""Paths that are gone are remembered for so many times as many blocks as there are."""
+
+MAX_BYTES_PER_ENTRY = 64
+"""What an entry may take, a block's or a ghost's, the tokens of the last requests included."""
+
+_MOST_REQUESTS = 4096
+_MOST_TIER_MISSES = 4096
+_MOST_TURNS = 4096
+_LEAST_PREFILL, _LEAST_PREFILL_A_ROW = 64, 16
+"""A step of fewer tokens, or of fewer a sequence, says little of what prefills take."""
+_WEIGHT = 0.2
+"""Of the newest measurement in the mean."""
+
+
+class Reach(NamedTuple):
+    """How far back a ledger reaches.
+
+    Attributes:
+        num_paths, max_paths: paths that are remembered, and how many may be.
+        num_requests: that are remembered.
+        num_bytes: what paths and tokens of requests take at most.
+        paths_since_s: so many seconds ago what was forgotten had left the cache at the latest; None where nothing was
+            forgotten.
+    """
+
+    num_paths: int
+    max_paths: int
+    num_requests: int
+    num_bytes: int
+    paths_since_s: float | None
+
+
+class Ledger:
+    """Remembers causes, from when it is told that there is a cache.
+
+    Args:
+        clock: seconds, the engine's.
+
+    Attributes:
+        paths: which paths the cache has had.
+        policy: the eviction policy's name.
+        publishes: whether anything is ever cached.
+        block_size: tokens a block.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._begin(CacheConfigured({}))
+        self._lock = threading.Lock()
+        self._tier_misses: OrderedDict[int, tuple[str, float]] = OrderedDict()  # by path: what, and when
+        self._planned: StepPlanned | None = None
+        self._token_s: float | None = None  # of prefills
+        self._turns: deque[tuple[float, str]] = deque(maxlen=_MOST_TURNS)  # since when the queue waits for what
+        self._on: dict[type, Callable[[Any], None]] = {
+            BlockEvicted: self._on_block_evicted,
+            BlocksPublished: self._on_blocks_published,
+            CacheConfigured: self._on_cache_configured,
+            CacheReset: self._on_cache_reset,
+            FetchEnded: self._on_fetch_ended,
+            FirstToken: self._on_first_token,
+            OutputFinished: self._on_output_finished,
+            PathsDistrusted: self._on_paths_distrusted,
+            PinDropped: self._on_pin_dropped,
+            PrefixLookup: self._on_prefix_lookup,
+            RequestAdded: self._on_request_added,
+            RequestFinished: self._on_request_finished,
+            RequestPreempted: self._on_request_preempted,
+            StepApplied: self._on_step_applied,
+            StepPlanned: self._on_step_planned,
+            TierRead: self._on_tier_read,
+        }
+
+    def __call__(self, event: Event) -> None:
+        """Note an event, if it tells anything."""
+        note = self._on.get(type(event))
+        if note is not None:
+            with self._lock:
+                note(event)
+
+    def _begin(self, event: CacheConfigured) -> None:
+        num_entries = (1 + GHOSTS_PER_BLOCK) * max(1, event.num_blocks)
+        self.paths = SeenPaths(num_entries)
+        self.policy = event.eviction_policy
+        self.publishes = event.publishes
+        self.block_size = max(1, event.block_size)
+        most_tokens = num_entries * (MAX_BYTES_PER_ENTRY - BYTES_PER_PATH) // TOKEN_BYTES
+        self._records = RequestRecords(_MOST_REQUESTS, most_tokens)
+
+    # What is asked.
+
+    def records(self, request_id: str) -> list[RequestRecord]:
+        """Return the requests of that name: one, or all that the prompts of one HTTP request became."""
+        with self._lock:
+            record = self._records.named(request_id)
+            if record is not None:
+                return [record]
+            found: list[RequestRecord] = []
+            while (record := self._records.named(f"{request_id}-{len(found)}")) is not None:
+                found.append(record)
+            return found
+
+    def all_records(self) -> list[RequestRecord]:
+        """Return all requests that are remembered, the first first."""
+        with self._lock:
+            return list(self._records)
+
+    def reach(self) -> Reach:
+        """Return how far back it reaches."""
+        with self._lock:
+            lost = self.paths.lost_until_s
+            since_s = None if lost is None else max(0.0, self._clock() - lost)
+            num_bytes = self.paths.capacity * MAX_BYTES_PER_ENTRY
+            return Reach(self.paths.num_paths, self.paths.capacity, len(self._records), num_bytes, since_s)
+
+    def foretell(  # noqa: PLR0913 - a lookup, by name
+        self,
+        namespace: bytes,
+        tokens: array[int],
+        *,
+        num_hit_tokens: int,
+        num_lost_tokens: int,
+        now_s: float,
+        has_tiers: bool,
+    ) -> tuple[Miss, ...]:
+        """Return why tokens of a prompt would be computed if it were sent now; nothing is noted of it.
+
+        Only prompts of the same tenant and salt count.
+
+        Args:
+            namespace: key of its namespace.
+            tokens: of it.
+            num_hit_tokens: that would be found.
+            num_lost_tokens: of :class:`~pagefold.events.PrefixLookup`.
+            now_s: the time.
+            has_tiers: whether the device has tiers behind it.
+        """
+        record = RequestRecord(0, ("",), namespace, len(tokens), now_s, tokens)
+        lookup = Lookup(
+            record,
+            tokens,
+            len(tokens),
+            num_hit_tokens,
+            num_lost_tokens,
+            0,
+            now_s,
+            has_tiers,
+            self.block_size,
+            sees="salt",
+        )
+        keys = keys_of(namespace, tokens, len(tokens), self.block_size)
+        with self._lock:
+            return classify(lookup, keys, self)
+
+    def prefill_s(self, num_tokens: int) -> float | None:
+        """Return how long so many tokens take to be computed, by what prefills took lately; None before any."""
+        return None if self._token_s is None else num_tokens * self._token_s
+
+    # What classify() asks, under the lock.
+
+    def number(self, number: int) -> RequestRecord | None:
+        """Return a request by its number, if it is remembered."""
+        return self._records.get(number)
+
+    def nearest(self, namespace: bytes, text: bytes) -> Nearest | None:
+        """Return the request before whose prompt shares most of a packed text, in its namespace."""
+        return self._records.nearest(namespace, text)
+
+    def namespaces(self) -> Iterable[bytes]:
+        """Return all namespaces of which prompts are remembered."""
+        return self._records.namespaces()
+
+    def tier_miss(self, key: int, since_s: float) -> str:
+        """Return what a tier found that was asked for a path since then; empty for nothing."""
+        cause, at_s = self._tier_misses.get(key, ("", 0.0))
+        return cause if at_s >= since_s else ""
+
+    # Requests.
+
+    def _on_cache_configured(self, event: CacheConfigured) -> None:
+        self._begin(event)
+
+    def _on_request_added(self, event: RequestAdded) -> None:
+        record = self._records.add(event.sample_ids, event.namespace, event.token_ids[0], event.num_prompt_tokens)
+        record.arrival_s = event.arrival_s
+        record.computes_all = event.has_prompt_logprobs
+
+    def _on_prefix_lookup(self, event: PrefixLookup) -> None:
+        record = self._records.named(event.request_id)
+        if record is None:
+            return
+        if event.after_preemption and record.misses is not None:
+            self._note_return(record, event)
+            return
+        record.has_tiers = event.has_tiers
+        record.lookup_s = event.planned_s
+        record.num_hit_tokens = event.num_hit_tokens
+        record.num_loaded_tokens = event.num_loaded_tokens
+        record.waits = self._waits(record)
+        keys = keys_of(record.namespace, record.tokens, event.num_tokens, self.block_size)
+        lookup = Lookup(
+            record,
+            record.tokens,
+            event.num_tokens,
+            event.num_hit_tokens,
+            event.num_lost_tokens,
+            event.num_declined_tokens,
+            event.planned_s,
+            event.has_tiers,
+            self.block_size,
+        )
+        record.misses = classify(lookup, keys, self)
+        of_all = classify(replace(lookup, sees="all"), keys, self)
+        record.admins_misses = of_all if of_all != record.misses else None
+        self._expect(record, keys, event)
+
+    def _note_return(self, record: RequestRecord, event: PrefixLookup) -> None:
+        """A request is let in again that had to give its memory to another."""
+        lost = record.preemptions[-1] if record.preemptions else None
+        if lost is None:
+            return
+        record.waits.append(Wait("memory", max(0.0, event.planned_s - lost.at_s)))
+        end = min(lost.num_tokens, event.num_tokens)
+        if event.num_hit_tokens < end:
+            record.recomputed.append(Miss(event.num_hit_tokens, end, Cause.PREEMPTED))
+
+    def _expect(self, record: RequestRecord, keys: list[int], event: PrefixLookup) -> None:
+        """Note what a request that was let in uses and will compute."""
+        paths, num_found = self.paths, event.num_hit_tokens // self.block_size
+        for block, key in enumerate(keys):
+            entry = paths.enter(key)
+            if block >= num_found:
+                paths.expect(entry, record.number)
+                continue
+            if paths.state(entry) is not State.CACHED:  # a tier had it
+                paths.put(entry, State.CACHED, event.planned_s)
+            paths.unmark(entry, Mark.PIN_EXPIRED)
+        self._records.let_in(record)
+
+    def _on_fetch_ended(self, event: FetchEnded) -> None:
+        record = self._records.named(event.request_id)
+        if record is not None and record.misses is None:
+            record.fetch = event.outcome
+            record.fetch_s += event.waited_s
+
+    def _on_first_token(self, event: FirstToken) -> None:
+        record = self._records.named(event.request_id)
+        if record is not None:
+            record.ttft_s = event.ttft_s
+
+    def _on_request_finished(self, event: RequestFinished) -> None:
+        record = self._records.named(event.request_id)
+        if record is not None:
+            record.num_output_tokens += event.num_output_tokens
+            record.finish_reason = record.finish_reason or event.finish_reason
+            self._records.end(event.request_id)
+
+    def _on_output_finished(self, event: OutputFinished) -> None:
+        record = self._records.named(event.request_id)
+        if record is None:
+            return
+        record.finish_reason = event.finish_reason
+        record.queue_s, record.e2e_s = event.queue_s, event.e2e_s
+        if record.misses is None:  # it was never let in: it has waited all its life
+            record.lookup_s = record.arrival_s + event.e2e_s
+            record.waits = self._waits(record)
+
+    def _on_request_preempted(self, event: RequestPreempted) -> None:
+        record = self._records.named(event.request_id)
+        if record is not None:
+            record.preemptions.append(Preemption(self._clock(), event.num_computed_tokens, event.cause_request_id))
+
+    # The queue.
+
+    def _on_step_planned(self, event: StepPlanned) -> None:
+        what = event.waits_for or "step"
+        if not self._turns or self._turns[-1][1] != what:
+            self._turns.append((event.now_s, what))
+
+        self._planned = event
+
+    def _on_step_applied(self, event: StepApplied) -> None:
+        planned = self._planned
+        if planned is None or planned.step_id != event.step_id or planned.num_tokens < _LEAST_PREFILL:
+            return
+        if planned.num_rows * _LEAST_PREFILL_A_ROW > planned.num_tokens:
+            return
+        token_s = max(0.0, self._clock() - planned.now_s) / planned.num_tokens
+        self._token_s = token_s if self._token_s is None else self._token_s + _WEIGHT * (token_s - self._token_s)
+
+    def _waits(self, record: RequestRecord) -> list[Wait]:
+        """Return what a request waited for until it was let in, of each thing how long."""
+        seconds: dict[str, float] = {}
+        left_s = record.fetch_s
+        end_s = record.lookup_s
+        if left_s:
+            seconds["tier"] = min(left_s, end_s - record.arrival_s)
+        begin_s = record.arrival_s + left_s  # blocks are brought first
+        for at_s, what in reversed(self._turns):
+            from_s = max(at_s, begin_s)
+            if end_s > from_s:
+                seconds[what] = seconds.get(what, 0.0) + end_s - from_s
+                end_s = from_s
+            if at_s <= begin_s:
+                break
+        if end_s > begin_s:
+            seconds["step"] = seconds.get("step", 0.0) + end_s - begin_s
+        return [Wait(cause, spent_s) for cause, spent_s in seconds.items()]
+
+    # Blocks.
+
+    def _on_blocks_published(self, event: BlocksPublished) -> None:
+        paths, now_s = self.paths, self._clock()
+        for node in event.nodes:
+            paths.put(paths.enter(key_of(digest_of(node))), State.CACHED, now_s)
+
+    def _on_block_evicted(self, event: BlockEvicted) -> None:
+        if event.node is None or event.cause != "allocation":
+            return
+        causer = self._records.named(event.asked_by)
+        number = 0 if causer is None else causer.number
+        entry = self.paths.find(key_of(digest_of(event.node)))
+        if entry < 0:
+            return
+        if event.node.attached:
+            self.paths.blame(entry, number)
+        else:
+            self.paths.evict(entry, self._clock(), number, event.score)
+
+    def _on_cache_reset(self, event: CacheReset) -> None:  # noqa: ARG002 - it tells nothing but that
+        self.paths.reset(self._clock())
+
+    def _on_paths_distrusted(self, event: PathsDistrusted) -> None:
+        for entry in self._entries(event.nodes):
+            self.paths.put(entry, State.DISTRUSTED, self._clock())
+
+    def _on_pin_dropped(self, event: PinDropped) -> None:
+        if event.cause != "expired" or event.tail is None:
+            return
+        path: list[Node] = []
+        node: Node | None = event.tail
+        while node is not None and node.parent is not None:
+            path.append(node)
+            node = node.parent
+        for entry in self._entries(path):
+            self.paths.mark(entry, Mark.PIN_EXPIRED)
+
+    def _on_tier_read(self, event: TierRead) -> None:
+        now_s = self._clock()
+        for digest, cause in event.missed:
+            self._tier_misses[key_of(digest)] = (cause, now_s)
+        while len(self._tier_misses) > _MOST_TIER_MISSES:
+            self._tier_misses.popitem(last=False)
+
+    def _entries(self, nodes: Sequence[Node]) -> Iterator[int]:
+        """Yield the entries of those nodes whose paths are remembered."""
+        for node in nodes:
+            entry = self.paths.find(key_of(digest_of(node)))
+            if entry >= 0:
+                yield entry

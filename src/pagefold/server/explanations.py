@@ -1,0 +1,273 @@
+"""Explanations: what a request's ledger record looks like to those who may see it, and which ids it goes by.
+
+Who asks sees the requests of his own tenant. An id that is unknown, forgotten or another tenant's is one answer.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from array import array
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from pagefold.server.errors import ExplanationNotFoundError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from pagefold.engine.foresight import Foreseen
+    from pagefold.observe.ledger import Ledger
+    from pagefold.observe.misses import Difference, Eviction, Miss
+    from pagefold.observe.request_record import RequestRecord
+
+__all__ = ["Explanations", "Reader"]
+
+_MOST_IDS = 8192
+_MOST_REFUSALS = 1024
+_MOST_MESSAGE_BYTES = 4096
+
+_WAITS = {
+    "seats": "all places were taken (--max-num-seqs)",
+    "memory": "others had the memory that it needed",
+    "tokens": "others had all tokens of the steps (--max-num-batched-tokens)",
+    "apart": "a step had failed, and it was looked for whose fault that was",
+    "step": "a step was running",
+    "tier": "a tier behind the device was asked for what it has",
+}
+
+
+class Reader(NamedTuple):
+    """Who asks for explanations.
+
+    Attributes:
+        tenant: whose requests are his.
+        is_admin: whether all are.
+    """
+
+    tenant: str
+    is_admin: bool = False
+
+
+_NOBODY = Reader("")
+
+
+class _Refusal(NamedTuple):
+    """A request that never came to the engine.
+
+    Attributes:
+        tenant: whose it was.
+        status: of HTTP.
+        message: what it was told.
+        at_s: when, by the wall clock.
+    """
+
+    tenant: str
+    status: int
+    message: str
+    at_s: float
+
+
+class Explanations:
+    """Tells why, for whoever may know.
+
+    Args:
+        ledger: knows.
+        decode: makes a text of tokens; None where there is no tokenizer yet.
+    """
+
+    def __init__(self, ledger: Ledger, decode: Callable[[Sequence[int]], str | None]) -> None:
+        self._ledger = ledger
+        self._decode = decode
+        self._lock = threading.Lock()
+        self._ids: OrderedDict[tuple[str, str], str] = OrderedDict()  # (tenant, id of HTTP) -> id of the response
+        self._refusals: OrderedDict[tuple[str, str], _Refusal] = OrderedDict()
+
+    def name(self, tenant: str, http_id: str, response_id: str) -> None:
+        """Note the id that a response goes by in the log, and in the header X-Request-Id."""
+        with self._lock:
+            self._ids[tenant, http_id] = response_id
+            if len(self._ids) > _MOST_IDS:
+                self._ids.popitem(last=False)
+
+    def refused(self, tenant: str, http_id: str, status: int, body: bytes) -> None:
+        """Note that a request was refused, and what it was told: the body of an error in OpenAI's form."""
+        try:
+            message = str(json.loads(body)["error"]["message"])
+        except (ValueError, KeyError, TypeError):
+            message = ""
+        with self._lock:
+            self._refusals[tenant, http_id] = _Refusal(tenant, status, message[:_MOST_MESSAGE_BYTES], time.time())
+            if len(self._refusals) > _MOST_REFUSALS:
+                self._refusals.popitem(last=False)
+
+    def explain(self, request_id: str, reader: Reader) -> dict[str, Any]:
+        """Return what became of a request and why.
+
+        Args:
+            request_id: that of its response, or the one in its header X-Request-Id.
+            reader: who asks.
+
+        Raises:
+            ExplanationNotFoundError: there is none of that id for him.
+        """
+        with self._lock:
+            refusal = self._of(self._refusals, request_id, reader)
+            response_id = self._of(self._ids, request_id, reader) or request_id
+        records = [one for one in self._ledger.records(response_id) if _may_see(one, reader)]
+        if records:
+            return self._told(response_id, records, reader)
+        if refusal is not None:
+            return {
+                "object": "explanation",
+                "id": request_id,
+                "refused": {"status": refusal.status, "message": refusal.message},
+                "requests": [],
+                "reach": self._reach(),
+            }
+        msg = "No request of yours has that id, as far back as is remembered."
+        raise ExplanationNotFoundError(msg, remedy=self._how_far())
+
+    def foretell(self, token_ids: Sequence[int], foreseen: Foreseen) -> dict[str, Any]:
+        """Return what a prompt would find, and why not more: as far as prompts of its own tenant and salt say.
+
+        Args:
+            token_ids: the prompt.
+            foreseen: what it would find.
+        """
+        misses = self._ledger.foretell(
+            foreseen.namespace,
+            array("i", token_ids),
+            num_hit_tokens=foreseen.num_hit_tokens,
+            num_lost_tokens=foreseen.num_lost_tokens,
+            now_s=foreseen.now_s,
+            has_tiers=foreseen.has_tiers,
+        )
+        num_computed = sum(miss.num_tokens for miss in misses)
+        by_tier = {"device": foreseen.num_hit_tokens - foreseen.num_host_tokens, "host": foreseen.num_host_tokens}
+        return {
+            "object": "explanation.foretold",
+            "prompt_tokens": len(token_ids),
+            "cached_tokens": foreseen.num_hit_tokens,
+            "cached_tokens_by_tier": by_tier,
+            "computed_tokens": num_computed,
+            "prefill_s": _rounded(self._ledger.prefill_s(num_computed)),
+            "misses": [self._miss(miss, _NOBODY) for miss in misses],
+        }
+
+    def worst(self, num: int, reader: Reader) -> dict[str, Any]:
+        """Return those of a reader's requests of which most tokens were computed that had been computed before."""
+        records = [one for one in self._ledger.all_records() if one.misses is not None and _may_see(one, reader)]
+        records.sort(key=lambda one: one.num_avoidable_tokens, reverse=True)
+        return self._listed(records[:num], reader)
+
+    def last(self, num: int, reader: Reader) -> dict[str, Any]:
+        """Return the last requests of a reader, the last one first."""
+        records = [one for one in self._ledger.all_records() if _may_see(one, reader)]
+        return self._listed(records[: -num - 1 : -1], reader)
+
+    # Inside.
+
+    def _listed(self, records: Iterable[RequestRecord], reader: Reader) -> dict[str, Any]:
+        data = [self._told(one.request_id, [one], reader) for one in records]
+        for one in data:
+            del one["reach"]
+        return {"object": "list", "data": data, "reach": self._reach()}
+
+    def _told(self, response_id: str, records: list[RequestRecord], reader: Reader) -> dict[str, Any]:
+        return {
+            "object": "explanation",
+            "id": response_id,
+            "refused": None,
+            "requests": [self._request(record, reader) for record in records],
+            "reach": self._reach(),
+        }
+
+    def _request(self, record: RequestRecord, reader: Reader) -> dict[str, Any]:
+        misses = record.misses or ()
+        if reader.is_admin and record.admins_misses is not None:
+            misses = record.admins_misses
+        return {
+            "id": record.request_id,
+            "prompt_tokens": record.num_prompt_tokens,
+            "cached_tokens": record.num_hit_tokens,
+            "cached_tokens_from_tiers": record.num_loaded_tokens,
+            "computed_tokens": record.num_missed_tokens,
+            "output_tokens": record.num_output_tokens,
+            "finish_reason": record.finish_reason,
+            "was_let_in": record.misses is not None,
+            "queue_s": _rounded(record.queue_s),
+            "ttft_s": _rounded(record.ttft_s),
+            "e2e_s": _rounded(record.e2e_s),
+            "misses": [self._miss(miss, reader) for miss in misses],
+            "waits": [
+                {"cause": cause, "told": _WAITS[cause], "ms": round(1e3 * seconds, 3)}
+                for cause, seconds in record.waits
+            ],
+            "preemptions": [
+                {"tokens": one.num_tokens, "for": self._visible(one.request_id, reader)} for one in record.preemptions
+            ],
+            "recomputed": [self._miss(miss, reader) for miss in record.recomputed],
+        }
+
+    def _miss(self, miss: Miss, reader: Reader) -> dict[str, Any]:
+        return {
+            "start": miss.start,
+            "end": miss.end,
+            "tokens": miss.num_tokens,
+            "cause": miss.cause.value,
+            "told": miss.cause.told,
+            "remedy": miss.cause.remedy or None,
+            "fields": list(miss.fields),
+            "detail": miss.detail or None,
+            "difference": None if miss.difference is None else self._difference(miss.difference),
+            "eviction": None if miss.eviction is None else self._eviction(miss.eviction, reader),
+        }
+
+    def _difference(self, difference: Difference) -> dict[str, Any]:
+        before = difference.num_before
+        return {
+            "token": difference.token,
+            "nearest": difference.request_id,
+            "text_before": self._decode(difference.own[:before]),
+            "own_text": self._decode(difference.own[before:]),
+            "nearest_text": self._decode(difference.other[before:]),
+        }
+
+    def _eviction(self, eviction: Eviction, reader: Reader) -> dict[str, Any]:
+        return {
+            "ago_s": _rounded(eviction.ago_s),
+            "policy": eviction.policy or None,
+            "score": eviction.score,
+            "for": self._visible(eviction.request_id, reader),
+        }
+
+    def _visible(self, request_id: str, reader: Reader) -> str | None:
+        """Return the id of another request, if a reader may know it."""
+        return next((request_id for one in self._ledger.records(request_id) if _may_see(one, reader)), None)
+
+    def _reach(self) -> dict[str, Any]:
+        """Return for how many seconds back nothing was forgotten; None where nothing ever was."""
+        return {"complete_for_s": _rounded(self._ledger.reach().paths_since_s)}
+
+    def _how_far(self) -> str:
+        since_s = self._ledger.reach().paths_since_s
+        how_far = "" if since_s is None else f" Causes are complete for the last {since_s:,.0f} s."
+        return f"Ids are those of responses, or of the header X-Request-Id.{how_far}"
+
+    @staticmethod
+    def _of(known: OrderedDict[tuple[str, str], Any], request_id: str, reader: Reader) -> Any:  # noqa: ANN401 - either
+        """Return what is known of an id; for the admin of any tenant."""
+        found = known.get((reader.tenant, request_id))
+        if found is None and reader.is_admin:
+            found = next((one for (_, name), one in reversed(known.items()) if name == request_id), None)
+        return found
+
+
+def _may_see(record: RequestRecord, reader: Reader) -> bool:
+    return reader.is_admin or record.tenant == reader.tenant
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 6)
