@@ -51,9 +51,10 @@ def test_a_prompt_that_differs_says_where_and_from_what(at: int) -> None:
     assert miss.difference is not None
     assert (miss.difference.request_id, miss.difference.token) == (first, at)
     before = miss.difference.num_before
-    assert miss.difference.own[:before] == miss.difference.other[:before] == tuple(TEXT[max(0, at - 12) : at])
-    assert miss.difference.own[before] == 7
-    assert miss.difference.other[before] == TEXT[at]
+    own, others = array("i", miss.difference.own), array("i", miss.difference.other)
+    assert list(own[:before]) == list(others[:before]) == TEXT[max(0, at - 12) : at]
+    assert own[before] == 7
+    assert others[before] == TEXT[at]
 
 
 def test_a_prompt_that_shares_nothing_was_never_seen() -> None:

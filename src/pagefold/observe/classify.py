@@ -8,7 +8,6 @@ goes on otherwise.
 from __future__ import annotations
 
 import dataclasses
-from array import array
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
@@ -18,6 +17,7 @@ from pagefold.observe.misses import Cause, Difference, Eviction, Miss
 from pagefold.observe.seen_paths import Mark, State, key_of
 
 if TYPE_CHECKING:
+    from array import array
     from collections.abc import Iterable, Iterator
 
     from pagefold.observe.nearest_prompts import Nearest
@@ -304,9 +304,9 @@ class _Classifier:
         """Return where the prompt goes on otherwise than its nearest."""
         at = near.num_common
         first = max(0, at - _AROUND)
-        own = self._lookup.tokens[first : min(at + _AROUND, self._lookup.num_tokens)]
-        other = array("i", near.record.text[first * TOKEN_BYTES : (at + _AROUND) * TOKEN_BYTES])
-        return Difference(near.record.request_id, at, tuple(own), tuple(other), at - first)
+        own = self._lookup.tokens[first : min(at + _AROUND, self._lookup.num_tokens)].tobytes()
+        other = near.record.text[first * TOKEN_BYTES : (at + _AROUND) * TOKEN_BYTES]
+        return Difference(near.record.request_id, at, own, other, at - first)
 
 
 def _joined(misses: Iterable[Miss]) -> tuple[Miss, ...]:

@@ -56,7 +56,10 @@ GHOSTS_PER_BLOCK = 4
 MAX_BYTES_PER_ENTRY = 64
 """What an entry may take, a block's or a ghost's, the tokens of the last requests included."""
 
-_MOST_REQUESTS = 4096
+_LEAST_REQUESTS, _MOST_REQUESTS = 256, 4096
+_TEXT_BYTES_PER_ENTRY = 12
+_RECORD_BYTES = 2000
+"""About what a request takes beside its text."""
 _MOST_TIER_MISSES = 4096
 _MOST_TURNS = 4096
 _LEAST_PREFILL, _LEAST_PREFILL_A_ROW = 64, 16
@@ -136,8 +139,10 @@ class Ledger:
         self.policy = event.eviction_policy
         self.publishes = event.publishes
         self.block_size = max(1, event.block_size)
-        most_tokens = num_entries * (MAX_BYTES_PER_ENTRY - BYTES_PER_PATH) // TOKEN_BYTES
-        self._records = RequestRecords(_MOST_REQUESTS, most_tokens)
+        most_tokens = num_entries * _TEXT_BYTES_PER_ENTRY // TOKEN_BYTES
+        left = MAX_BYTES_PER_ENTRY - BYTES_PER_PATH - _TEXT_BYTES_PER_ENTRY
+        most = num_entries * left // _RECORD_BYTES
+        self._records = RequestRecords(max(_LEAST_REQUESTS, min(most, _MOST_REQUESTS)), most_tokens)
 
     # What is asked.
 
@@ -271,10 +276,10 @@ class Ledger:
         lost = record.preemptions[-1] if record.preemptions else None
         if lost is None:
             return
-        record.waits.append(Wait("memory", max(0.0, event.planned_s - lost.at_s)))
+        record.waits += (Wait("memory", max(0.0, event.planned_s - lost.at_s)),)
         end = min(lost.num_tokens, event.num_tokens)
         if event.num_hit_tokens < end:
-            record.recomputed.append(Miss(event.num_hit_tokens, end, Cause.PREEMPTED))
+            record.recomputed += (Miss(event.num_hit_tokens, end, Cause.PREEMPTED),)
 
     def _expect(self, record: RequestRecord, keys: list[int], event: PrefixLookup) -> None:
         """Note what a request that was let in uses and will compute."""
@@ -320,7 +325,8 @@ class Ledger:
     def _on_request_preempted(self, event: RequestPreempted) -> None:
         record = self._records.named(event.request_id)
         if record is not None:
-            record.preemptions.append(Preemption(self._clock(), event.num_computed_tokens, event.cause_request_id))
+            given_up = Preemption(self._clock(), event.num_computed_tokens, event.cause_request_id)
+            record.preemptions += (given_up,)
 
     # The queue.
 
@@ -340,7 +346,7 @@ class Ledger:
         token_s = max(0.0, self._clock() - planned.now_s) / planned.num_tokens
         self._token_s = token_s if self._token_s is None else self._token_s + _WEIGHT * (token_s - self._token_s)
 
-    def _waits(self, record: RequestRecord) -> list[Wait]:
+    def _waits(self, record: RequestRecord) -> tuple[Wait, ...]:
         """Return what a request waited for until it was let in, of each thing how long."""
         seconds: dict[str, float] = {}
         left_s = record.fetch_s
@@ -357,7 +363,7 @@ class Ledger:
                 break
         if end_s > begin_s:
             seconds["step"] = seconds.get("step", 0.0) + end_s - begin_s
-        return [Wait(cause, spent_s) for cause, spent_s in seconds.items()]
+        return tuple(Wait(cause, spent_s) for cause, spent_s in seconds.items())
 
     # Blocks.
 

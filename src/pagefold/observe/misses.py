@@ -95,14 +95,14 @@ class Difference:
     Attributes:
         request_id: of the other.
         token: the first that differs.
-        own, other: the tokens around that place, of both; what comes before the place is equal.
+        own, other: the tokens around that place, of both, packed; what comes before the place is equal.
         num_before: how many of each come before it.
     """
 
     request_id: str
     token: int
-    own: tuple[int, ...]
-    other: tuple[int, ...]
+    own: bytes
+    other: bytes
     num_before: int
 
 

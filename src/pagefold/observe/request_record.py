@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict, deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from pagefold.kv import TOKEN_BYTES, Namespace
@@ -92,9 +92,9 @@ class RequestRecord:
     num_loaded_tokens: int = 0
     has_tiers: bool = False
     lookup_s: float = 0.0
-    waits: list[Wait] = field(default_factory=list)
-    preemptions: list[Preemption] = field(default_factory=list)
-    recomputed: list[Miss] = field(default_factory=list)
+    waits: tuple[Wait, ...] = ()
+    preemptions: tuple[Preemption, ...] = ()
+    recomputed: tuple[Miss, ...] = ()
     fetch: FetchOutcome | None = None
     fetch_s: float = 0.0
     finish_reason: str | None = None

@@ -227,12 +227,13 @@ class Explanations:
 
     def _difference(self, difference: Difference) -> dict[str, Any]:
         before = difference.num_before
+        own, other = array("i", difference.own), array("i", difference.other)
         return {
             "token": difference.token,
             "nearest": difference.request_id,
-            "text_before": self._decode(difference.own[:before]),
-            "own_text": self._decode(difference.own[before:]),
-            "nearest_text": self._decode(difference.other[before:]),
+            "text_before": self._decode(own[:before]),
+            "own_text": self._decode(own[before:]),
+            "nearest_text": self._decode(other[before:]),
         }
 
     def _eviction(self, eviction: Eviction, reader: Reader) -> dict[str, Any]:
