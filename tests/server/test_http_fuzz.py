@@ -43,9 +43,11 @@ POSTS = [
     "/v1/messages/count_tokens",
     "/tokenize",
     "/detokenize",
+    "/v1/explain",
     "/v1/cache/warm",
 ]
 GETS = ["/v1/models", "/v1/models/{model_id}", "/version", "/health", "/ping", "/ready", "/load", "/metrics"]
+EXPLAINED = "/v1/explain/{request_id}"
 STORED = "/v1/responses/{response_id}"
 ADMINS = ["/reset_prefix_cache", "/server_info", "/v1/cache/pins", "/v1/cache/pins/{pin_id}"]
 
@@ -136,12 +138,17 @@ def test_small_routes_answer_as_described(short, description, path):
     assert send(short, description, path, GenerationMode.POSITIVE, 10)
 
 
+@pytest.mark.parametrize("path", ["/v1/explain", EXPLAINED])
+def test_explanations_answer_as_described(short, description, path):
+    assert send(short, description, path, GenerationMode.POSITIVE, 10, method="get")
+
+
 @pytest.mark.parametrize("method", ["get", "delete"])
 def test_stored_responses_answer_as_described(short, description, method):
     assert send(short, description, STORED, GenerationMode.POSITIVE, 10, method=method)
 
 
-@pytest.mark.parametrize("path", [*POSTS, *GETS, *ADMINS, STORED])
+@pytest.mark.parametrize("path", [*POSTS, *GETS, *ADMINS, STORED, EXPLAINED])
 def test_other_methods_and_no_keys_are_refused(short, description, path):
     """As the description says which are open."""
     methods = list(description["paths"][path])
@@ -157,4 +164,4 @@ def test_other_methods_and_no_keys_are_refused(short, description, path):
 
 
 def test_every_route_is_here(description):
-    assert set(description["paths"]) == {*POSTS, *GETS, *ADMINS, STORED}
+    assert set(description["paths"]) == {*POSTS, *GETS, *ADMINS, STORED, EXPLAINED}

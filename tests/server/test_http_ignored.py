@@ -19,6 +19,7 @@ BODIES = {
     "/v1/messages/count_tokens": {"messages": [USER]},
     "/tokenize": {"prompt": "a"},
     "/detokenize": {"tokens": [5]},
+    "/v1/explain": {"prompt": "a", "temperature": 0.5},
 }
 """A body that is taken, for every route that takes one."""
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import PlainValidator, model_validator
 
 from pagefold.errors import InvalidRequestError
-from pagefold.server.chat_schemas import Templated
-from pagefold.server.completion_schemas import OneIds, checked_ids, checked_text
+from pagefold.server.chat_schemas import ChatRequest, Templated
+from pagefold.server.completion_schemas import CompletionRequest, OneIds, checked_ids, checked_text
 from pagefold.server.schemas import CachedRequest, OneText
 
 __all__ = ["ExplainRequest"]
@@ -31,6 +31,8 @@ class ExplainRequest(Templated, CachedRequest):
     Attributes:
         prompt: a text, or token ids; instead of ``messages``.
     """
+
+    known: ClassVar[frozenset[str]] = frozenset({*ChatRequest.model_fields, *CompletionRequest.model_fields})
 
     prompt: Annotated[str | list[int] | None, PlainValidator(_as_prompt, json_schema_input_type=OneText | OneIds)] = (
         None
