@@ -94,6 +94,7 @@ class House:
         if plan.num_rows:
             self.scheduler.apply(self.runner.run(plan))
         audit(self.core)
+        assert not self.ledger.has_failed
 
     def run(self) -> None:
         """Run to the end."""

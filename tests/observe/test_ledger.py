@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 from ledger_house import NS, House
 
-from pagefold.events import PrefixLookup, RequestAdded
+from pagefold.events import PrefixLookup, RequestAdded, RequestFinished
 from pagefold.kv import KeepRule, Namespace
 from pagefold.observe.misses import Cause
 from pagefold.request import WarmUp
@@ -245,3 +245,13 @@ def test_asking_changes_nothing(namespace: bytes) -> None:
     house.ledger.records("r0")
     house.ledger.all_records()
     assert house.ledger.reach() == before
+
+
+def test_a_bug_of_ours_ends_the_ledger_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+    house = House()
+    house.ask(TEXT)
+    house.ledger(PrefixLookup("r0", 40, -7, after_preemption=False, num_lost_tokens=None))  # type: ignore[arg-type]
+    assert house.ledger.has_failed
+    assert "the ledger has failed at PrefixLookup" in caplog.text
+    house.ledger(RequestFinished("r0", "stop", 40, 1))
+    assert len(house.ledger.records("r0")) == 1

@@ -9,6 +9,7 @@ Events come on the engine's thread; whoever asks does so on another.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import OrderedDict, deque
@@ -49,6 +50,8 @@ if TYPE_CHECKING:
     from pagefold.observe.nearest_prompts import Nearest
 
 __all__ = ["GHOSTS_PER_BLOCK", "MAX_BYTES_PER_ENTRY", "Ledger", "Reach"]
+
+_log = logging.getLogger(__name__)
 
 GHOSTS_PER_BLOCK = 4
 """Paths that are gone are remembered for so many times as many blocks as there are."""
@@ -97,10 +100,12 @@ class Ledger:
         policy: the eviction policy's name.
         publishes: whether anything is ever cached.
         block_size: tokens a block.
+        has_failed: a bug of ours has ended it.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
+        self.has_failed = False
         self._begin(CacheConfigured({}))
         self._lock = threading.Lock()
         self._tier_misses: OrderedDict[int, tuple[str, float]] = OrderedDict()  # by path: what, and when
@@ -127,11 +132,16 @@ class Ledger:
         }
 
     def __call__(self, event: Event) -> None:
-        """Note an event, if it tells anything."""
+        """Note an event, if it tells anything. Should that fail, nothing is noted any more: requests are served on."""
         note = self._on.get(type(event))
-        if note is not None:
+        if note is None or self.has_failed:
+            return
+        try:
             with self._lock:
                 note(event)
+        except Exception:  # noqa: BLE001 - whatever it is, requests are served
+            self.has_failed = True
+            _log.exception("the ledger has failed at %s: later requests are not explained", type(event).__name__)
 
     def _begin(self, event: CacheConfigured) -> None:
         num_entries = (1 + GHOSTS_PER_BLOCK) * max(1, event.num_blocks)

@@ -194,6 +194,8 @@ class RequestRecords:
 
     def let_in(self, record: RequestRecord) -> None:
         """A request was let in: from now on its prompt may be somebody's nearest."""
+        if record.text:  # it was let in before, by a step of which nothing is known any more
+            return
         record.text = record.tokens[: record.num_prompt_tokens].tobytes()
         self._texts.setdefault(record.namespace, NearestPrompts()).add(record)
 
