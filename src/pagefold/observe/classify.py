@@ -158,7 +158,7 @@ class _Classifier:
             if miss is None:
                 yield from self._of_unseen(block, place.low)
                 return
-            if miss.cause is Cause.TIER_FAILED:
+            if miss.cause in (Cause.TIER_FAILED, Cause.TIER_LATE):
                 failed = miss
             elif miss.cause is Cause.NOT_IN_TIERS and failed is not None:
                 miss = place.miss(failed.cause, miss.eviction, failed.detail)
