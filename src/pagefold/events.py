@@ -6,7 +6,7 @@ Nothing in ``kv`` or ``scheduler`` asks whether anybody listens: with no subscri
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ __all__ = [
     "HostTransfer",
     "NextTokens",
     "OutputFinished",
+    "PathForgotten",
     "PathsDistrusted",
     "PinCause",
     "PinDropped",
@@ -89,6 +90,19 @@ class BlockEvicted:
     rule: EvictionRule = "policy"
     score: float | None = None
     asked_by: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PathForgotten:
+    """A node has left the tree of which no block was cached any more: it had only led to others.
+
+    Attributes:
+        node: as of :class:`BlockEvicted`.
+        asked_by: the request that needed memory then.
+    """
+
+    node: Node
+    asked_by: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,6 +310,8 @@ class PrefixLookup:
             tokens only, a window is gone that whoever goes on there needs.
         num_declined_tokens: how many behind them the host held, and computing was expected to be sooner.
         planned_s: the time for which the step was planned: then it was looked up.
+        tail: of the tree, the last node of what it has published or found; None where it publishes nothing. As of
+            :class:`BlockEvicted`.
     """
 
     request_id: str
@@ -307,6 +323,7 @@ class PrefixLookup:
     num_lost_tokens: int = 0
     num_declined_tokens: int = 0
     planned_s: float = 0.0
+    tail: Node | None = field(default=None, compare=False)
 
 
 FetchOutcome: TypeAlias = Literal["brought", "absent", "slow", "no_room", "late", "broken"]
@@ -553,6 +570,7 @@ Event: TypeAlias = (
     | BlocksReused
     | CacheConfigured
     | HostTransfer
+    | PathForgotten
     | PathsDistrusted
     | TierRead
     | TierWritten

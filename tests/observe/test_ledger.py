@@ -10,7 +10,9 @@ from ledger_house import NS, House
 
 from pagefold.events import PrefixLookup, RequestAdded, RequestFinished
 from pagefold.kv import KeepRule, Namespace
+from pagefold.kv.names import digest_of
 from pagefold.observe.misses import Cause
+from pagefold.observe.seen_paths import State, key_of
 from pagefold.request import WarmUp
 
 if TYPE_CHECKING:
@@ -116,15 +118,6 @@ def test_a_pin_that_has_expired() -> None:
     assert house.causes(house.ask(TEXT[:16])) == [(0, 16, "pin_expired")]
 
 
-def test_a_pin_that_was_found_since_is_forgotten() -> None:
-    house = House(num_blocks=12)
-    house.ask(TEXT[:16], warm_up=WarmUp(pin=True, ttl_s=10.0))
-    house.clock.advance(20)
-    house.ask([*TEXT[:16], 1])
-    house.ask(range(47))
-    assert house.causes(house.ask(TEXT[:16])) == [(0, 16, "evicted")]
-
-
 def test_a_reset() -> None:
     house = House()
     house.ask(TEXT[:16])
@@ -216,6 +209,38 @@ def test_waits_are_told_by_what_was_waited_for() -> None:
     (record,) = house.ledger.records(second)
     assert {wait.cause for wait in record.waits} == {"seats"}
     assert sum(wait.seconds for wait in record.waits) == record.lookup_s - record.arrival_s
+
+
+def test_a_salt_a_request_costs_no_more_than_the_last_few() -> None:
+    """A prompt is looked for in few of the namespaces that its tenant has had."""
+    house = House(num_blocks=400)
+    for number in range(30):
+        house.ask(TEXT, other(salt=f"{number}"))
+    assert len(list(house.ledger.namespaces(""))) == 8
+    (first,) = house.misses(house.ask(TEXT, other(salt="new")))
+    assert (first.end, first.cause, first.fields) == (40, Cause.OTHER_NAMESPACE, ("cache_salt",))
+
+
+def test_what_has_ended_is_dropped_whole() -> None:
+    """Short prompts do not use up the room for texts: they are dropped by number, and nothing of them stays."""
+    house = House(num_blocks=400)
+    for number in range(700):
+        house.ask([number, 1, 2])
+    records = house.ledger.all_records()
+    assert len(records) == 256
+    assert [record.request_id for record in records][-1] == "r699"
+    assert len(house.ledger._records._ended) == len(house.ledger._records._with_text) == 256
+
+
+def test_what_has_only_led_to_others_leaves_too() -> None:
+    """Where all layers keep the last tokens, a node may leave of which no block was left: it is not cached any more."""
+    house = House(num_blocks=40, rules=(KeepRule(8),))
+    for number in range(60):
+        house.ask(range(100 * number, 100 * number + 24))
+    paths = house.ledger.paths
+    tree = {key_of(digest_of(node)) for node in house.core.tree.nodes()}
+    cached = {paths._keys[entry] for entry in range(paths.num_paths) if paths.state(entry) is State.CACHED}
+    assert cached <= tree
 
 
 def test_a_name_that_nobody_has() -> None:

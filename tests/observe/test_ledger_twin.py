@@ -76,7 +76,8 @@ class Twin:
             for block in range(num_hit // SIZE, len(prompt))
             if (space, prompt[: (block + 1) * SIZE]) not in now | set(self.gone) or (block + 1) * SIZE > len(prompt)
         )
-        for other in SPACES:
+        recent = list(dict.fromkeys(self.asked[one][0] for one in reversed(self.order)))
+        for other in recent if not first else ():
             if other == space or Namespace.from_key(other).tenant != Namespace.from_key(space).tenant:
                 continue
             known = [
@@ -84,8 +85,10 @@ class Twin:
                 for num in range(SIZE, len(prompt) + 1, SIZE)
                 if all((other, prompt[:i]) in now | set(self.gone) for i in range(SIZE, num + 1, SIZE))
             ]
-            if known and at < known[-1] and known[-1] > max(num_hit, first * SIZE):
-                return "other_namespace"
+            if known and known[-1] > num_hit:
+                if at < known[-1]:
+                    return "other_namespace"
+                break
         nearest, ends = 0, True
         for one in self.order:
             theirs_space, theirs, num_prompt = self.asked[one]

@@ -60,6 +60,30 @@ def test_what_is_cached_stays_as_long_as_anything_else_can_go() -> None:
     assert paths.lost_until_s < 1999
 
 
+def test_nobody_waits_for_the_hand() -> None:
+    """All entries were used when the first one makes room: it looks at a few of them, and not at all."""
+    paths = SeenPaths(100_000)
+    for key in range(100_000):
+        entry = paths.enter(key)
+        paths.put(entry, State.CACHED, 0.0)
+        if key % 5:
+            paths.evict(entry, 1.0, causer=0, score=None)
+    looked_at = 0
+    state = paths.state
+
+    def counted(entry: int) -> State:
+        nonlocal looked_at
+        looked_at += 1
+        return state(entry)
+
+    paths.state = counted  # type: ignore[method-assign]
+    for key in range(100_000, 100_100):
+        looked_at = 0
+        paths.put(paths.enter(key), State.CACHED, 2.0)
+        assert looked_at < 100
+    assert sum(paths.find(key) >= 0 for key in range(0, 100_000, 5)) == 20_000, "what is cached stays"
+
+
 def test_it_tells_what_was_forgotten_last() -> None:
     paths = SeenPaths(2)
     for key in (1, 2):
@@ -93,10 +117,11 @@ def test_marks() -> None:
     assert not paths.has(entry, Mark.PART_GONE)
     assert (paths.causer(entry), paths.score(entry)) == (3, -2.5)
     paths.put(entry, State.CACHED, 2.0)
-    paths.unmark(entry, Mark.PIN_EXPIRED)
     assert not paths.has(entry, Mark.PIN_EXPIRED)
     paths.evict(entry, 3.0, causer=0, score=None)
     assert paths.score(entry) is None
+    paths.evict(entry, 3.0, causer=0, score=float("inf"))
+    assert paths.score(entry) is None, "no JSON can say it"
 
 
 def test_an_entry_takes_what_it_says() -> None:

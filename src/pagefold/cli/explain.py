@@ -112,7 +112,8 @@ def _miss(miss: dict[str, Any]) -> Iterator[str]:
 
 
 def _eviction(eviction: dict[str, Any]) -> str:
-    by = "" if eviction["policy"] is None else f" by {eviction['policy']} (score {eviction['score']:.4g})"
+    score = "" if eviction["score"] is None else f" (score {eviction['score']:.4g})"
+    by = "" if eviction["policy"] is None else f" by {eviction['policy']}{score}"
     whom = "" if eviction["for"] is None else f" for {eviction['for']}"
     return f"gone {eviction['ago_s']:,.1f} s before{by}{whom}"
 

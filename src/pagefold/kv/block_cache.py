@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from pagefold.events import BlockEvicted, Emit, EvictionCause, EvictionRule
+from pagefold.events import BlockEvicted, Emit, EvictionCause, EvictionRule, PathForgotten
 from pagefold.kv.block import Block, BlockState, PackedChunk
 from pagefold.kv.host_chunks import keep_chunk
 from pagefold.kv.pool import BlockPool
@@ -327,19 +327,24 @@ class BlockCache:
             self.policy.on_busy(node)
         node.attached = False
         self.policy.on_evict(node)
+        is_told = False
         for block in node.all_blocks:
             if block is not None:
-                self._withdraw_block(node, block, cause)
+                is_told |= self._withdraw_block(node, block, cause)
+        if not is_told and cause == "allocation":
+            self._emit(PathForgotten(node, self.asked_by))
         if node.packed is not None:
             self._forget_chunk(node.packed)
 
-    def _withdraw_block(self, node: Node, block: Block, cause: EvictionCause) -> None:
+    def _withdraw_block(self, node: Node, block: Block, cause: EvictionCause) -> bool:
+        """Undo the publication of one block; whether it was cached, and that it is not is told."""
         was_cached = block.state == BlockState.CACHED
         if self._trimmed_groups:
             self.windows.note_gone(block)
         self.pool.withdraw(block)
         if was_cached:
             self._tell_evicted(node, block, cause)
+        return was_cached
 
     def _tell_evicted(self, node: Node, block: Block, cause: EvictionCause) -> None:
         now_s = self.now_s

@@ -56,8 +56,8 @@ class Past(Protocol):
     def nearest(self, namespace: bytes, text: bytes) -> Nearest | None:
         """Return the request before whose prompt shares most of a packed text, in its namespace."""
 
-    def namespaces(self) -> Iterable[bytes]:
-        """Return all namespaces of which prompts are remembered."""
+    def namespaces(self, tenant: str | None) -> Iterable[bytes]:
+        """Return the last namespaces of a tenant, the last first; or of each, for None."""
 
     def tier_miss(self, key: int, since_s: float) -> str:
         """Return what a tier found that was asked for a path since then; empty for nothing."""
@@ -91,12 +91,23 @@ class Lookup:
     sees: Literal["salt", "tenant", "all"] = "tenant"
 
 
-def keys_of(namespace: bytes, tokens: array[int], num_tokens: int, block_size: int) -> list[int]:
-    """Return by what the paths of the full blocks among the first ``num_tokens`` are known, from the first on."""
+def keys_of(  # noqa: PLR0913, PLR0917 - of a prompt, and from where on
+    namespace: bytes, tokens: array[int], num_tokens: int, block_size: int, parent: bytes = b"", num_known: int = 0
+) -> list[int]:
+    """Return by what the paths of the full blocks among the first ``num_tokens`` are known, from the first on.
+
+    Args:
+        namespace: key of the prompt's namespace.
+        tokens: of it.
+        num_tokens: how many of them.
+        block_size: tokens a block.
+        parent: digest of the path of the first ``num_known`` blocks, if that is known; those have 0 then.
+        num_known: so many.
+    """
     stride = block_size * TOKEN_BYTES
-    packed = tokens[: num_tokens // block_size * block_size].tobytes()
-    digest = root_digest(namespace)
-    keys: list[int] = []
+    packed = tokens[num_known * block_size : num_tokens // block_size * block_size].tobytes()
+    digest = parent or root_digest(namespace)
+    keys = [0] * num_known
     for offset in range(0, len(packed), stride):
         digest = path_digest(digest, packed[offset : offset + stride])
         keys.append(key_of(digest))
@@ -231,7 +242,7 @@ class _Classifier:
     def _of_unseen(self, block: int, low: int) -> Iterator[Miss]:
         """Yield why tokens were computed from ``low`` on, which is in the first block whose path nobody has had."""
         end = self._lookup.num_tokens
-        elsewhere = self._of_other_namespace(block, low)
+        elsewhere = None if block else self._of_other_namespace()
         if elsewhere is not None:
             yield elsewhere
             low = elsewhere.end
@@ -263,30 +274,28 @@ class _Classifier:
             return Cause.COMPUTING
         return Cause.NOT_KEPT if self._paths.lost_until_s is None else Cause.EVICTED  # and how is forgotten
 
-    def _of_other_namespace(self, block: int, low: int) -> Miss | None:
-        """Return how far blocks are, or were, cached under other terms; None if they were not."""
+    def _of_other_namespace(self) -> Miss | None:
+        """Return how far a prompt of which nothing was seen is, or was, cached under other terms; None if it was not.
+
+        Of the last few namespaces the first that has anything is told.
+        """
         own = Namespace.from_key(self._record.namespace)
-        best: Miss | None = None
-        for key in self._past.namespaces():
+        for key in self._past.namespaces(None if self._lookup.sees == "all" else own.tenant):
+            if key == self._record.namespace:
+                continue
             other = Namespace.from_key(key)
-            if key == self._record.namespace or not self._may_see(own, other):
+            if self._lookup.sees == "salt" and own.cache_salt != other.cache_salt:
                 continue
             end = self._num_seen(key) * self._size
-            if end > max(low, block * self._size) and (best is None or end > best.end):
+            low = self._lookup.num_hit_tokens
+            if end > low:
                 fields = tuple(
                     _FIELDS.get(one.name, one.name)
                     for one in dataclasses.fields(own)
                     if getattr(own, one.name) != getattr(other, one.name)
                 )
-                best = Miss(low, end, Cause.OTHER_NAMESPACE, fields=fields)
-        return best
-
-    def _may_see(self, own: Namespace, other: Namespace) -> bool:
-        """Whether who asks may know that another namespace has seen his prompt."""
-        if self._lookup.sees == "all":
-            return True
-        is_same_tenant = own.tenant == other.tenant
-        return is_same_tenant and (self._lookup.sees == "tenant" or own.cache_salt == other.cache_salt)
+                return Miss(low, end, Cause.OTHER_NAMESPACE, fields=fields)
+        return None
 
     def _num_seen(self, namespace: bytes) -> int:
         """Return how many full blocks of the prompt another namespace has had in a row."""

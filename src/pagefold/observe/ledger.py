@@ -24,6 +24,7 @@ from pagefold.events import (
     FetchEnded,
     FirstToken,
     OutputFinished,
+    PathForgotten,
     PathsDistrusted,
     PinDropped,
     PrefixLookup,
@@ -60,7 +61,7 @@ MAX_BYTES_PER_ENTRY = 64
 """What an entry may take, a block's or a ghost's, the tokens of the last requests included."""
 
 _LEAST_REQUESTS, _MOST_REQUESTS = 256, 4096
-_TEXT_BYTES_PER_ENTRY = 12
+_TEXT_BYTES_PER_ENTRY = 11
 _RECORD_BYTES = 2000
 """About what a request takes beside its text."""
 _MOST_TIER_MISSES = 4096
@@ -120,6 +121,7 @@ class Ledger:
             FetchEnded: self._on_fetch_ended,
             FirstToken: self._on_first_token,
             OutputFinished: self._on_output_finished,
+            PathForgotten: self._on_path_forgotten,
             PathsDistrusted: self._on_paths_distrusted,
             PinDropped: self._on_pin_dropped,
             PrefixLookup: self._on_prefix_lookup,
@@ -233,9 +235,9 @@ class Ledger:
         """Return the request before whose prompt shares most of a packed text, in its namespace."""
         return self._records.nearest(namespace, text)
 
-    def namespaces(self) -> Iterable[bytes]:
-        """Return all namespaces of which prompts are remembered."""
-        return self._records.namespaces()
+    def namespaces(self, tenant: str | None) -> Iterable[bytes]:
+        """Return the last namespaces of a tenant, the last first; or of each, for None."""
+        return self._records.namespaces(tenant)
 
     def tier_miss(self, key: int, since_s: float) -> str:
         """Return what a tier found that was asked for a path since then; empty for nothing."""
@@ -264,7 +266,7 @@ class Ledger:
         record.num_hit_tokens = event.num_hit_tokens
         record.num_loaded_tokens = event.num_loaded_tokens
         record.waits = self._waits(record)
-        keys = keys_of(record.namespace, record.tokens, event.num_tokens, self.block_size)
+        keys = self._keys(record, event)
         lookup = Lookup(
             record,
             record.tokens,
@@ -277,31 +279,34 @@ class Ledger:
             self.block_size,
         )
         record.misses = classify(lookup, keys, self)
-        of_all = classify(replace(lookup, sees="all"), keys, self)
-        record.admins_misses = of_all if of_all != record.misses else None
+        if self._records.has_tenants:
+            of_all = classify(replace(lookup, sees="all"), keys, self)
+            record.admins_misses = of_all if of_all != record.misses else None
         self._expect(record, keys, event)
 
     def _note_return(self, record: RequestRecord, event: PrefixLookup) -> None:
         """A request is let in again that had to give its memory to another."""
-        lost = record.preemptions[-1] if record.preemptions else None
-        if lost is None:
+        lost = None if record.given_up is None else record.given_up.pop(event.request_id, None)
+        if lost is None:  # it waited again since a step had failed
             return
         record.waits += (Wait("memory", max(0.0, event.planned_s - lost.at_s)),)
         end = min(lost.num_tokens, event.num_tokens)
         if event.num_hit_tokens < end:
             record.recomputed += (Miss(event.num_hit_tokens, end, Cause.PREEMPTED),)
 
+    def _keys(self, record: RequestRecord, event: PrefixLookup) -> list[int]:
+        """Return by what a prompt's paths are known, behind what was found; those before are 0, and nobody asks."""
+        num_found, node = event.num_hit_tokens // self.block_size, event.tail
+        while node is not None and node.depth >= num_found:
+            node = node.parent
+        if node is None or node.depth != num_found - 1:
+            return keys_of(record.namespace, record.tokens, event.num_tokens, self.block_size)
+        return keys_of(record.namespace, record.tokens, event.num_tokens, self.block_size, digest_of(node), num_found)
+
     def _expect(self, record: RequestRecord, keys: list[int], event: PrefixLookup) -> None:
-        """Note what a request that was let in uses and will compute."""
-        paths, num_found = self.paths, event.num_hit_tokens // self.block_size
-        for block, key in enumerate(keys):
-            entry = paths.enter(key)
-            if block >= num_found:
-                paths.expect(entry, record.number)
-                continue
-            if paths.state(entry) is not State.CACHED:  # a tier had it
-                paths.put(entry, State.CACHED, event.planned_s)
-            paths.unmark(entry, Mark.PIN_EXPIRED)
+        """Note what a request that was let in will compute."""
+        for key in keys[event.num_hit_tokens // self.block_size :]:
+            self.paths.expect(self.paths.enter(key), record.number)
         self._records.let_in(record)
 
     def _on_fetch_ended(self, event: FetchEnded) -> None:
@@ -319,12 +324,13 @@ class Ledger:
         record = self._records.named(event.request_id)
         if record is not None:
             record.num_output_tokens += event.num_output_tokens
-            record.finish_reason = record.finish_reason or event.finish_reason
+            if event.request_id == record.request_id:
+                record.finish_reason = event.finish_reason
             self._records.end(event.request_id)
 
     def _on_output_finished(self, event: OutputFinished) -> None:
         record = self._records.named(event.request_id)
-        if record is None:
+        if record is None or event.request_id != record.request_id:
             return
         record.finish_reason = event.finish_reason
         record.queue_s, record.e2e_s = event.queue_s, event.e2e_s
@@ -337,6 +343,7 @@ class Ledger:
         if record is not None:
             given_up = Preemption(self._clock(), event.num_computed_tokens, event.cause_request_id)
             record.preemptions += (given_up,)
+            record.given_up = {**(record.given_up or {}), event.request_id: given_up}
 
     # The queue.
 
@@ -372,7 +379,8 @@ class Ledger:
             if at_s <= begin_s:
                 break
         if end_s > begin_s:
-            seconds["step"] = seconds.get("step", 0.0) + end_s - begin_s
+            what = "forgotten" if len(self._turns) == _MOST_TURNS else "step"
+            seconds[what] = seconds.get(what, 0.0) + end_s - begin_s
         return tuple(Wait(cause, spent_s) for cause, spent_s in seconds.items())
 
     # Blocks.
@@ -394,6 +402,11 @@ class Ledger:
             self.paths.blame(entry, number)
         else:
             self.paths.evict(entry, self._clock(), number, event.score)
+
+    def _on_path_forgotten(self, event: PathForgotten) -> None:
+        causer = self._records.named(event.asked_by)
+        for entry in self._entries((event.node,)):
+            self.paths.evict(entry, self._clock(), 0 if causer is None else causer.number, None)
 
     def _on_cache_reset(self, event: CacheReset) -> None:  # noqa: ARG002 - it tells nothing but that
         self.paths.reset(self._clock())

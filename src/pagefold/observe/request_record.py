@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -69,11 +69,13 @@ class RequestRecord:
         lookup_s: when it was let in first.
         waits: before that, what for.
         preemptions: what it gave to whom.
+        given_up: the last of those of each sample that was not let in again since.
         recomputed: what it computed again behind those.
         fetch: what became of what slow tiers might have had; None where they were not asked.
         fetch_s: how long that was waited for.
-        finish_reason: why it ended; None while it has not.
-        queue_s, ttft_s, e2e_s: from its arrival until it was scheduled first, to its first token, and to its end.
+        finish_reason: why its first sample ended; None while that has not.
+        queue_s, ttft_s, e2e_s: from its arrival until it was scheduled first, to its first token, and to the end of its
+            first sample.
         num_output_tokens: of all its samples.
         num_open: samples that have not ended.
     """
@@ -94,6 +96,7 @@ class RequestRecord:
     lookup_s: float = 0.0
     waits: tuple[Wait, ...] = ()
     preemptions: tuple[Preemption, ...] = ()
+    given_up: dict[str, Preemption] | None = None
     recomputed: tuple[Miss, ...] = ()
     fetch: FetchOutcome | None = None
     fetch_s: float = 0.0
@@ -137,6 +140,9 @@ class RequestRecord:
 
 _NO_TOKENS: array[int] = array("i")
 
+_MOST_NAMESPACES = 8
+"""Of each tenant so many are remembered, the last ones: a prompt may be looked for in each."""
+
 
 class RequestRecords:
     """The last requests, by number and by id, and their texts. Whoever calls holds a lock.
@@ -155,8 +161,10 @@ class RequestRecords:
         self._by_id: dict[str, RequestRecord] = {}  # samples' ids too
         self._texts: dict[bytes, NearestPrompts] = {}  # by namespace
         self._num_made = 0
-        self._ended: deque[RequestRecord] = deque()  # those with a text, the first first
+        self._ended: OrderedDict[int, RequestRecord] = OrderedDict()  # the first first
+        self._with_text: OrderedDict[int, RequestRecord] = OrderedDict()  # those of them that have one
         self._num_tokens = 0  # of those
+        self._recent: dict[str, OrderedDict[bytes, None]] = {}  # the last namespaces of each tenant
 
     def __len__(self) -> int:
         return len(self._by_number)
@@ -172,9 +180,16 @@ class RequestRecords:
         """Return the request of that name, or of which that is a sample; the last one, if several had it."""
         return self._by_id.get(request_id)
 
-    def namespaces(self) -> Iterator[bytes]:
-        """Yield the namespaces of all texts."""
-        return iter(self._texts)
+    @property
+    def has_tenants(self) -> bool:
+        """Whether there are requests of several."""
+        return len(self._recent) > 1
+
+    def namespaces(self, tenant: str | None) -> Iterator[bytes]:
+        """Yield the last namespaces of a tenant, the last first; or of each, for None."""
+        of = self._recent.values() if tenant is None else (self._recent.get(tenant, OrderedDict()),)
+        for recent in of:
+            yield from reversed(recent)
 
     def nearest(self, namespace: bytes, text: bytes) -> Nearest | None:
         """Return the request whose text shares most of a packed text, in its namespace."""
@@ -197,6 +212,11 @@ class RequestRecords:
         if record.text:  # it was let in before, by a step of which nothing is known any more
             return
         record.text = record.tokens[: record.num_prompt_tokens].tobytes()
+        recent = self._recent.setdefault(record.tenant, OrderedDict())
+        recent[record.namespace] = None
+        recent.move_to_end(record.namespace)
+        if len(recent) > _MOST_NAMESPACES:
+            recent.popitem(last=False)
         self._texts.setdefault(record.namespace, NearestPrompts()).add(record)
 
     def end(self, request_id: str) -> None:
@@ -212,16 +232,17 @@ class RequestRecords:
             texts.remove(record)
             record.text = record.tokens.tobytes()
             texts.add(record)
-            self._ended.append(record)
+            self._with_text[record.number] = record
             self._num_tokens += len(record.tokens)
         record.tokens = _NO_TOKENS
+        self._ended[record.number] = record
         while self._num_tokens > self._most_tokens:
-            self._forget_text(self._ended.popleft())
-        if len(self._by_number) > self._most:
+            self._forget_text(next(iter(self._with_text.values())))
+        while len(self._ended) > self._most:
             self._drop()
 
     def _forget_text(self, record: RequestRecord) -> None:
-        if not record.text:
+        if self._with_text.pop(record.number, None) is None:
             return
         self._num_tokens -= len(record.text) // TOKEN_BYTES
         texts = self._texts[record.namespace]
@@ -231,10 +252,8 @@ class RequestRecords:
         record.text = b""
 
     def _drop(self) -> None:
-        """Drop the oldest of those that have ended."""
-        record = next((one for one in self._by_number.values() if one.has_ended), None)
-        if record is None:
-            return
+        """Drop the first of those that have ended."""
+        _, record = self._ended.popitem(last=False)
         self._forget_text(record)
         del self._by_number[record.number]
         for request_id in record.request_ids:

@@ -4,8 +4,8 @@ A path is known by the first 8 bytes of its digest (``kv/names.py``). Two paths 
 one: with a million paths that happens once in some ten million servers, and what would be wrong is an explanation.
 
 Entries are columns of plain numbers and not objects: 38 bytes each, an index included. When there is no more room, what
-is gone longest makes some, and paths that are cached stay (CLOCK; F. J. Corbato, "A paging experiment with the Multics
-system", 1968: whoever was used since the hand came by is passed over once).
+is gone longest makes some, and paths that are cached stay as far as one looks (CLOCK; F. J. Corbato, "A paging
+experiment with the Multics system", 1968: whoever was used since the hand came by is passed over once).
 """
 
 from __future__ import annotations
@@ -18,8 +18,13 @@ __all__ = ["BYTES_PER_PATH", "Mark", "SeenPaths", "State", "key_of"]
 BYTES_PER_PATH = 38
 """Of an entry: two places of the index (4 each), key and time (8 each), three numbers (4 each), era and bits."""
 
+_MOST_LOOKED_AT = 64
+"""So many entries the hand passes at most for one that makes room: whoever waits for it runs the model."""
+
 _EMPTY = 0
 _MAX_ERAS = 255
+_MOST_SCORE = 1e38
+"""A larger score is not told: no JSON could."""
 _KEY_BYTES = 8
 
 
@@ -169,15 +174,11 @@ class SeenPaths:
         self.put(entry, State.EVICTED, now_s)
         self._bits[entry] |= kept
         self._causers[entry] = causer
-        self._scores[entry] = float("nan") if score is None else score
+        self._scores[entry] = float("nan") if score is None or abs(score) > _MOST_SCORE else score
 
     def mark(self, entry: int, mark: Mark) -> None:
         """Give a path a mark."""
         self._bits[entry] |= mark
-
-    def unmark(self, entry: int, mark: Mark) -> None:
-        """Take a mark from a path."""
-        self._bits[entry] &= ~mark & 0xFF
 
     def expect(self, entry: int, owner: int) -> None:
         """A request is about to compute a path."""
@@ -206,17 +207,21 @@ class SeenPaths:
     # Inside.
 
     def _make_room(self) -> int:
-        """Forget a path, and return its entry: of those gone the one that was passed over longest ago."""
-        bits = self._bits
-        for _ in range(2 * self.capacity):
+        """Forget a path, and return its entry: of the next few one that is gone, and rather one passed over before."""
+        bits, used = self._bits, int(Mark.USED)
+        gone = -1
+        for _ in range(_MOST_LOOKED_AT):
             entry = self._hand
             self._hand = entry + 1 if entry + 1 < self.capacity else 0
-            if bits[entry] & Mark.USED:
-                bits[entry] &= ~Mark.USED & 0xFF
-            elif self.state(entry) is not State.CACHED:
+            is_cached = self.state(entry) is State.CACHED
+            if not is_cached and gone < 0:
+                gone = entry
+            if bits[entry] & used:
+                bits[entry] &= ~used & 0xFF
+            elif not is_cached:
+                gone = entry
                 break
-        else:
-            entry = self._hand  # all of them are cached
+        entry = gone if gone >= 0 else self._hand
         self.lost_until_s = max(self.lost_until_s or 0.0, self.when_s(entry))
         self._take_out(self._keys[entry])
         return entry

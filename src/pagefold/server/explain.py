@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import APIRouter, Query, Request
 
+from pagefold.errors import InvalidRequestError
 from pagefold.server.answer_schemas import Explanation, ExplanationList, Foretold
 from pagefold.server.checked_route import CheckedRoute
 from pagefold.server.context_length import check_prompt
@@ -27,7 +28,7 @@ def reader_of(request: Request, config: ServerConfig) -> Reader:
     """Return who asks: the admin, where there is a key of his and it was brought, or somebody of a tenant."""
     account = account_of(request.scope)
     is_admin = config.admin_api_key is not None and account.key == config.admin_api_key
-    return Reader(account.tenant, is_admin=is_admin)
+    return Reader(account.tenant, is_admin=is_admin, sees_traffic=is_admin or not config.accounts)
 
 
 def explain_routes(served: Served, explanations: Explanations, config: ServerConfig) -> APIRouter:
@@ -58,8 +59,11 @@ def explain_routes(served: Served, explanations: Explanations, config: ServerCon
         last: Annotated[int | None, Query(ge=1, le=_MOST)] = None,
         worst: Annotated[int | None, Query(ge=1, le=_MOST)] = None,
     ) -> dict[str, Any]:
-        """Explain the last requests, or those that computed most of what had been computed before."""
+        """Explain the last requests, or those that computed most tokens which need not have been."""
         reader = reader_of(request, config)
+        if last is not None and worst is not None:
+            msg = "last and worst are two questions."
+            raise InvalidRequestError(msg, param="worst", remedy="Ask one of them.")
         if worst is not None:
             return explanations.worst(worst, reader)
         return explanations.last(last or 1, reader)

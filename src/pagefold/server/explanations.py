@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from array import array
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from pagefold.server.errors import ExplanationNotFoundError
 
@@ -24,8 +23,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Explanations", "Reader"]
 
-_MOST_IDS = 8192
-_MOST_REFUSALS = 1024
+_MOST_IDS = 4096
+_MOST_REFUSALS = 256
 _MOST_MESSAGE_BYTES = 4096
 
 _WAITS = {
@@ -34,6 +33,7 @@ _WAITS = {
     "tokens": "others had all tokens of the steps (--max-num-batched-tokens)",
     "apart": "a step had failed, and it was looked for whose fault that was",
     "step": "a step was running",
+    "forgotten": "it waited so long that what for is forgotten",
     "tier": "a tier behind the device was asked for what it has",
 }
 
@@ -44,29 +44,29 @@ class Reader(NamedTuple):
     Attributes:
         tenant: whose requests are his.
         is_admin: whether all are.
+        sees_traffic: whether he may see numbers that hang on what all tenants do together.
     """
 
     tenant: str
     is_admin: bool = False
+    sees_traffic: bool = False
 
 
 _NOBODY = Reader("")
+_NOTHING: OrderedDict[str, Any] = OrderedDict()
+_Known = TypeVar("_Known")
 
 
 class _Refusal(NamedTuple):
     """A request that never came to the engine.
 
     Attributes:
-        tenant: whose it was.
         status: of HTTP.
         message: what it was told.
-        at_s: when, by the wall clock.
     """
 
-    tenant: str
     status: int
     message: str
-    at_s: float
 
 
 class Explanations:
@@ -81,15 +81,13 @@ class Explanations:
         self._ledger = ledger
         self._decode = decode
         self._lock = threading.Lock()
-        self._ids: OrderedDict[tuple[str, str], str] = OrderedDict()  # (tenant, id of HTTP) -> id of the response
-        self._refusals: OrderedDict[tuple[str, str], _Refusal] = OrderedDict()
+        self._ids: dict[str, OrderedDict[str, str]] = {}  # by tenant: id of HTTP -> id of the response
+        self._refusals: dict[str, OrderedDict[str, _Refusal]] = {}  # by tenant, and id of HTTP
 
     def name(self, tenant: str, http_id: str, response_id: str) -> None:
         """Note the id that a response goes by in the log, and in the header X-Request-Id."""
         with self._lock:
-            self._ids[tenant, http_id] = response_id
-            if len(self._ids) > _MOST_IDS:
-                self._ids.popitem(last=False)
+            _put(self._ids, tenant, http_id, response_id, _MOST_IDS)
 
     def refused(self, tenant: str, http_id: str, status: int, body: bytes) -> None:
         """Note that a request was refused, and what it was told: the body of an error in OpenAI's form."""
@@ -98,9 +96,7 @@ class Explanations:
         except (ValueError, KeyError, TypeError):
             message = ""
         with self._lock:
-            self._refusals[tenant, http_id] = _Refusal(tenant, status, message[:_MOST_MESSAGE_BYTES], time.time())
-            if len(self._refusals) > _MOST_REFUSALS:
-                self._refusals.popitem(last=False)
+            _put(self._refusals, tenant, http_id, _Refusal(status, message[:_MOST_MESSAGE_BYTES]), _MOST_REFUSALS)
 
     def explain(self, request_id: str, reader: Reader) -> dict[str, Any]:
         """Return what became of a request and why.
@@ -124,10 +120,10 @@ class Explanations:
                 "id": request_id,
                 "refused": {"status": refusal.status, "message": refusal.message},
                 "requests": [],
-                "reach": self._reach(),
+                "reach": self._reach(reader),
             }
         msg = "No request of yours has that id, as far back as is remembered."
-        raise ExplanationNotFoundError(msg, remedy=self._how_far())
+        raise ExplanationNotFoundError(msg, remedy="Ids are those of responses, or of the header X-Request-Id.")
 
     def foretell(self, token_ids: Sequence[int], foreseen: Foreseen) -> dict[str, Any]:
         """Return what a prompt would find, and why not more: as far as prompts of its own tenant and salt say.
@@ -157,7 +153,7 @@ class Explanations:
         }
 
     def worst(self, num: int, reader: Reader) -> dict[str, Any]:
-        """Return those of a reader's requests of which most tokens were computed that had been computed before."""
+        """Return those of a reader's requests that computed most tokens which need not have been."""
         records = [one for one in self._ledger.all_records() if one.misses is not None and _may_see(one, reader)]
         records.sort(key=lambda one: one.num_avoidable_tokens, reverse=True)
         return self._listed(records[:num], reader)
@@ -173,7 +169,7 @@ class Explanations:
         data = [self._told(one.request_id, [one], reader) for one in records]
         for one in data:
             del one["reach"]
-        return {"object": "list", "data": data, "reach": self._reach()}
+        return {"object": "list", "data": data, "reach": self._reach(reader)}
 
     def _told(self, response_id: str, records: list[RequestRecord], reader: Reader) -> dict[str, Any]:
         return {
@@ -181,7 +177,7 @@ class Explanations:
             "id": response_id,
             "refused": None,
             "requests": [self._request(record, reader) for record in records],
-            "reach": self._reach(),
+            "reach": self._reach(reader),
         }
 
     def _request(self, record: RequestRecord, reader: Reader) -> dict[str, Any]:
@@ -240,7 +236,7 @@ class Explanations:
         return {
             "ago_s": _rounded(eviction.ago_s),
             "policy": eviction.policy or None,
-            "score": eviction.score,
+            "score": eviction.score if reader.sees_traffic else None,
             "for": self._visible(eviction.request_id, reader),
         }
 
@@ -248,22 +244,25 @@ class Explanations:
         """Return the id of another request, if a reader may know it."""
         return next((request_id for one in self._ledger.records(request_id) if _may_see(one, reader)), None)
 
-    def _reach(self) -> dict[str, Any]:
-        """Return for how many seconds back nothing was forgotten; None where nothing ever was."""
-        return {"complete_for_s": _rounded(self._ledger.reach().paths_since_s)}
-
-    def _how_far(self) -> str:
-        since_s = self._ledger.reach().paths_since_s
-        how_far = "" if since_s is None else f" Causes are complete for the last {since_s:,.0f} s."
-        return f"Ids are those of responses, or of the header X-Request-Id.{how_far}"
+    def _reach(self, reader: Reader) -> dict[str, Any]:
+        """Return for how many seconds back nothing was forgotten; None where nothing ever was, or he may not know."""
+        return {"complete_for_s": _rounded(self._ledger.reach().paths_since_s) if reader.sees_traffic else None}
 
     @staticmethod
-    def _of(known: OrderedDict[tuple[str, str], Any], request_id: str, reader: Reader) -> Any:  # noqa: ANN401 - either
+    def _of(known: dict[str, OrderedDict[str, _Known]], request_id: str, reader: Reader) -> _Known | None:
         """Return what is known of an id; for the admin of any tenant."""
-        found = known.get((reader.tenant, request_id))
+        found = known.get(reader.tenant, _NOTHING).get(request_id)
         if found is None and reader.is_admin:
-            found = next((one for (_, name), one in reversed(known.items()) if name == request_id), None)
+            found = next((of[request_id] for of in known.values() if request_id in of), None)
         return found
+
+
+def _put(known: dict[str, OrderedDict[str, _Known]], tenant: str, request_id: str, what: _Known, most: int) -> None:
+    """Note something of a tenant's id; of each tenant so many are remembered."""
+    of = known.setdefault(tenant, OrderedDict())
+    of[request_id] = what
+    if len(of) > most:
+        of.popitem(last=False)
 
 
 def _may_see(record: RequestRecord, reader: Reader) -> bool:

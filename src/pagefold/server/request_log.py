@@ -76,6 +76,8 @@ class RequestLog:
             nonlocal status, error
             if message["type"] == "http.response.start":
                 status = message["status"]
+                if self._explanations is not None:
+                    _name(self._explanations, scope, request_id)
                 self._count(getattr(scope.get("route"), "path", _OTHER_ROUTE), message["status"])
                 MutableHeaders(scope=message)[_HEADER] = request_id
             elif status is not None and status >= HTTPStatus.BAD_REQUEST and len(error) < _MOST_ERROR_BYTES:
@@ -92,12 +94,18 @@ class RequestLog:
 
 def _note(explanations: Explanations, scope: Scope, request_id: str, status: int | None, error: bytes) -> None:
     """Let a request be explained by its id: which response it got, or why none."""
-    tenant = account_of(scope).tenant
+    if _name(explanations, scope, request_id) or scope["method"] != "POST" or status is None:
+        return
+    if status >= HTTPStatus.BAD_REQUEST and status != HTTPStatus.UNAUTHORIZED:  # whose that was nobody knows
+        explanations.refused(account_of(scope).tenant, request_id, status, error)
+
+
+def _name(explanations: Explanations, scope: Scope, request_id: str) -> bool:
+    """Note which response a request gets; whether it gets one."""
     generation = scope.get("state", {}).get("generation")
     if generation is not None:
-        explanations.name(tenant, request_id, generation.request_id)
-    elif scope["method"] == "POST" and status is not None and status >= HTTPStatus.BAD_REQUEST:
-        explanations.refused(tenant, request_id, status, error)
+        explanations.name(account_of(scope).tenant, request_id, generation.request_id)
+    return generation is not None
 
 
 def _request_id(scope: Scope) -> str:
