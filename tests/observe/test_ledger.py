@@ -140,7 +140,11 @@ def test_other_terms_are_named(namespace: bytes, fields: Sequence[str]) -> None:
 def test_another_tenant_is_nobody() -> None:
     house = House()
     house.ask(TEXT[:18], other(tenant="a"))
-    assert house.causes(house.ask(TEXT[:18], other(tenant="b"))) == [(0, 18, "never_seen")]
+    second = house.ask(TEXT[:18], other(tenant="b"))
+    assert house.causes(second) == [(0, 18, "never_seen")]
+    (record,) = house.ledger.records(second)
+    assert record.admins_misses is not None, "it is the first of its tenant"
+    assert record.admins_misses[0].fields == ("tenant",)
     assert house.causes(house.ask(TEXT[:18])) == [(0, 18, "never_seen")]
 
 

@@ -279,7 +279,7 @@ class Ledger:
             self.block_size,
         )
         record.misses = classify(lookup, keys, self)
-        if self._records.has_tenants:
+        if self._records.has_others(record.tenant):
             of_all = classify(replace(lookup, sees="all"), keys, self)
             record.admins_misses = of_all if of_all != record.misses else None
         self._expect(record, keys, event)

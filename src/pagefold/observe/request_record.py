@@ -180,10 +180,9 @@ class RequestRecords:
         """Return the request of that name, or of which that is a sample; the last one, if several had it."""
         return self._by_id.get(request_id)
 
-    @property
-    def has_tenants(self) -> bool:
-        """Whether there are requests of several."""
-        return len(self._recent) > 1
+    def has_others(self, tenant: str) -> bool:
+        """Whether requests of other tenants were let in."""
+        return len(self._recent) > (tenant in self._recent)
 
     def namespaces(self, tenant: str | None) -> Iterator[bytes]:
         """Yield the last namespaces of a tenant, the last first; or of each, for None."""

@@ -10,7 +10,7 @@ from pagefold.sampling import MAX_LOGPROBS
 from pagefold.server.schemas import MAX_TOKEN_ID, GenerationRequest, OneText, stated, whole_text
 from pagefold.server.unsupported import IN_COMPLETIONS
 
-__all__ = ["CompletionRequest", "OneIds", "checked_ids", "checked_text"]
+__all__ = ["CompletionRequest", "OnePrompt", "checked_ids", "checked_text"]
 
 _MAX_PROMPTS = 2048
 _DEFAULT_COMPLETION_TOKENS = 16
@@ -40,6 +40,15 @@ def _as_prompts(value: object) -> _Prompts:
     raise ValueError(msg)
 
 
+def _as_prompt(value: object) -> str | list[int]:
+    if isinstance(value, str):
+        return checked_text(value)
+    if isinstance(value, list):
+        return checked_ids(value)
+    msg = "it must be a text or a list of token ids"
+    raise ValueError(msg)
+
+
 def checked_text(text: object) -> str:
     """Check a prompt that is, or should be, a text."""
     if not isinstance(text, str):
@@ -54,6 +63,12 @@ def checked_ids(token_ids: object) -> list[int]:
         msg = "a list of token ids must hold ints and nothing else"
         raise ValueError(msg)
     return token_ids
+
+
+OnePrompt: TypeAlias = Annotated[
+    str | list[int] | None, PlainValidator(_as_prompt, json_schema_input_type=OneText | OneIds)
+]
+"""A text or token ids; None where a chat is there instead."""
 
 
 class CompletionRequest(GenerationRequest):

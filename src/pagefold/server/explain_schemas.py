@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
-from pydantic import PlainValidator, model_validator
+from pydantic import model_validator
 
 from pagefold.errors import InvalidRequestError
 from pagefold.server.chat_schemas import ChatRequest, Templated
-from pagefold.server.completion_schemas import CompletionRequest, OneIds, checked_ids, checked_text
-from pagefold.server.schemas import CachedRequest, OneText
+from pagefold.server.completion_schemas import CompletionRequest, OnePrompt
+from pagefold.server.schemas import CachedRequest
 
 __all__ = ["ExplainRequest"]
-
-
-def _as_prompt(value: object) -> str | list[int]:
-    if isinstance(value, str):
-        return checked_text(value)
-    if isinstance(value, list):
-        return checked_ids(value)
-    msg = "it must be a text or a list of token ids"
-    raise ValueError(msg)
 
 
 class ExplainRequest(Templated, CachedRequest):
@@ -34,9 +25,7 @@ class ExplainRequest(Templated, CachedRequest):
 
     known: ClassVar[frozenset[str]] = frozenset({*ChatRequest.model_fields, *CompletionRequest.model_fields})
 
-    prompt: Annotated[str | list[int] | None, PlainValidator(_as_prompt, json_schema_input_type=OneText | OneIds)] = (
-        None
-    )
+    prompt: OnePrompt = None
 
     @model_validator(mode="after")
     def _one_of_both(self) -> ExplainRequest:

@@ -9,7 +9,6 @@ from pydantic import (
     ConfigDict,
     FailFast,
     Field,
-    PlainValidator,
     StrictBool,
     StrictFloat,
     model_validator,
@@ -18,12 +17,11 @@ from pydantic import (
 from pagefold.errors import InvalidRequestError
 from pagefold.request import DEFAULT_RETENTION_PRIORITY, WarmUp
 from pagefold.server.chat_schemas import ChatMessage  # noqa: TC001 - pydantic reads it
-from pagefold.server.completion_schemas import OneIds, checked_ids, checked_text
+from pagefold.server.completion_schemas import OnePrompt  # noqa: TC001 - pydantic reads it
 from pagefold.server.schemas import (
     MAX_KIND_CHARACTERS,
     MAX_PARTS,
     MAX_SALT_CHARACTERS,
-    OneText,
     RequestBody,
     Text,
     few_parts,
@@ -31,15 +29,6 @@ from pagefold.server.schemas import (
 )
 
 __all__ = ["WarmRequest"]
-
-
-def _as_prompt(value: object) -> str | list[int]:
-    if isinstance(value, str):
-        return checked_text(value)
-    if isinstance(value, list):
-        return checked_ids(value)
-    msg = "it must be a text or a list of token ids"
-    raise ValueError(msg)
 
 
 class WarmRequest(RequestBody):
@@ -60,9 +49,7 @@ class WarmRequest(RequestBody):
 
     model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
-    prompt: Annotated[str | list[int] | None, PlainValidator(_as_prompt, json_schema_input_type=OneText | OneIds)] = (
-        None
-    )
+    prompt: OnePrompt = None
     messages: Annotated[
         list[ChatMessage] | None, Field(min_length=1, max_length=MAX_PARTS), FailFast(), BeforeValidator(few_parts)
     ] = None
