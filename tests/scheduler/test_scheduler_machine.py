@@ -461,15 +461,24 @@ class Machine:
     def _check_distrusted(self, flight: Flight, corrupted: list[Request]) -> None:
         """Those who are corrupted end, unless they did before, and nothing is found that begins as they do.
 
-        But for what rows with drafts have computed in the same step, which is published behind that.
+        But for what rows with drafts have computed in the same step, which is published behind that; and what rows have
+        that computed all of it themselves in that step, of which their own blocks stay.
         """
+        plan = flight.plan
         drafting = [one for one in flight.requests if flight.drafts_of(one) and one not in corrupted]
+        alone = [
+            (one, num_tokens // BLOCK_SIZE)
+            for one, start, num_tokens in zip(flight.requests, plan.starts, plan.num_tokens, strict=True)
+            if not start and one not in corrupted
+        ]
         for request in corrupted:
             assert request.is_aborted
             assert request.finish_reason is not None
             namespace, mask = request.namespace, request.mask
             hit = self.core.match(namespace, request.packed(), request.num_tokens, mask=mask)
-            assert len(hit.nodes) <= max((_num_common_blocks(request, one) for one in drafting), default=0)
+            common = [_num_common_blocks(request, one) for one in drafting]
+            common += [min(_num_common_blocks(request, one), num_own) for one, num_own in alone]
+            assert len(hit.nodes) <= max(common, default=0)
             assert not hit.held
             assert request.cache is None or request.cache.tail is None
             self._saw("corrupted", request in self.scheduler.corrupted)
