@@ -174,6 +174,7 @@ class Engine:
         sample_ids = [request_id, *(f"{request_id}/{index}" for index in range(1, sampling.num_samples))]
         self._check_names(sample_ids)
         kind = self.limits.kind_of(caller)
+        namespace = kind.namespace_of(caller).key()
         max_total = self.capacity.max_model_len
         if sampling.max_tokens is not None:
             max_total = min(max_total, len(prompt_token_ids) + sampling.max_tokens)
@@ -194,7 +195,7 @@ class Engine:
                 sampling,
                 stop=stop,
                 matcher=matcher,
-                namespace=kind.namespace_of(caller).key(),
+                namespace=namespace,
                 seed=seed + index,
                 arrival_s=now,
                 deadline_s=None if self._request_timeout_s is None else now + self._request_timeout_s,

@@ -104,14 +104,17 @@ def keys_of(  # noqa: PLR0913, PLR0917 - of a prompt, and from where on
         parent: digest of the path of the first ``num_known`` blocks, if that is known; those have 0 then.
         num_known: so many.
     """
-    stride = block_size * TOKEN_BYTES
     packed = tokens[num_known * block_size : num_tokens // block_size * block_size].tobytes()
-    digest = parent or root_digest(namespace)
     keys = [0] * num_known
+    keys += _keys_behind(parent or root_digest(namespace), packed, block_size * TOKEN_BYTES)
+    return keys
+
+
+def _keys_behind(digest: bytes, packed: bytes, stride: int) -> Iterator[int]:
+    """Yield by what the paths of the blocks of ``packed`` are known, which come behind a path of that digest."""
     for offset in range(0, len(packed), stride):
         digest = path_digest(digest, packed[offset : offset + stride])
-        keys.append(key_of(digest))
-    return keys
+        yield key_of(digest)
 
 
 def classify(lookup: Lookup, keys: list[int], past: Past) -> tuple[Miss, ...]:
@@ -299,12 +302,9 @@ class _Classifier:
 
     def _num_seen(self, namespace: bytes) -> int:
         """Return how many full blocks of the prompt another namespace has had in a row."""
-        stride = self._size * TOKEN_BYTES
         packed = self._lookup.tokens[: len(self._keys) * self._size].tobytes()
-        digest = root_digest(namespace)
-        for block in range(len(self._keys)):
-            digest = path_digest(digest, packed[block * stride : (block + 1) * stride])
-            entry = self._paths.find(key_of(digest))
+        for block, key in enumerate(_keys_behind(root_digest(namespace), packed, self._size * TOKEN_BYTES)):
+            entry = self._paths.find(key)
             if entry < 0 or self._paths.state(entry) is State.NONE:
                 return block
         return len(self._keys)

@@ -116,7 +116,7 @@ class Ledger:
         self._on: dict[type, Callable[[Any], None]] = {
             BlockEvicted: self._on_block_evicted,
             BlocksPublished: self._on_blocks_published,
-            CacheConfigured: self._on_cache_configured,
+            CacheConfigured: self._begin,
             CacheReset: self._on_cache_reset,
             FetchEnded: self._on_fetch_ended,
             FirstToken: self._on_first_token,
@@ -146,6 +146,7 @@ class Ledger:
             _log.exception("the ledger has failed at %s: later requests are not explained", type(event).__name__)
 
     def _begin(self, event: CacheConfigured) -> None:
+        """Begin anew, with room for a cache of that size."""
         num_entries = (1 + GHOSTS_PER_BLOCK) * max(1, event.num_blocks)
         self.paths = SeenPaths(num_entries)
         self.policy = event.eviction_policy
@@ -246,9 +247,6 @@ class Ledger:
 
     # Requests.
 
-    def _on_cache_configured(self, event: CacheConfigured) -> None:
-        self._begin(event)
-
     def _on_request_added(self, event: RequestAdded) -> None:
         record = self._records.add(event.sample_ids, event.namespace, event.token_ids[0], event.num_prompt_tokens)
         record.arrival_s = event.arrival_s
@@ -261,7 +259,6 @@ class Ledger:
         if event.after_preemption and record.misses is not None:
             self._note_return(record, event)
             return
-        record.has_tiers = event.has_tiers
         record.lookup_s = event.planned_s
         record.num_hit_tokens = event.num_hit_tokens
         record.num_loaded_tokens = event.num_loaded_tokens
@@ -351,7 +348,6 @@ class Ledger:
         what = event.waits_for or "step"
         if not self._turns or self._turns[-1][1] != what:
             self._turns.append((event.now_s, what))
-
         self._planned = event
 
     def _on_step_applied(self, event: StepApplied) -> None:

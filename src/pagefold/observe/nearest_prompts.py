@@ -9,12 +9,13 @@ from __future__ import annotations
 from bisect import bisect_left
 from typing import TYPE_CHECKING, NamedTuple
 
+from pagefold.kv import TOKEN_BYTES
+
 if TYPE_CHECKING:
     from pagefold.observe.request_record import RequestRecord
 
 __all__ = ["Nearest", "NearestPrompts", "common_prefix"]
 
-_TOKEN_BYTES = 4
 _MOST_LOOKED_AT = 16
 """So many neighbours to either side are looked at, of those that share equally much."""
 
@@ -46,7 +47,7 @@ def common_prefix(one: bytes, other: bytes) -> int:
             break
         else:
             step, end = (high - low) // 2, high
-    return low // _TOKEN_BYTES
+    return low // TOKEN_BYTES
 
 
 class NearestPrompts:

@@ -65,7 +65,6 @@ class RequestRecord:
         admins_misses: the same where other tenants' prompts count, if that is something else; for the admin alone.
         num_hit_tokens: of its prompt, that were found.
         num_loaded_tokens: those of them that came from tiers behind the device.
-        has_tiers: whether there were any.
         lookup_s: when it was let in first.
         waits: before that, what for.
         preemptions: what it gave to whom.
@@ -92,7 +91,6 @@ class RequestRecord:
     admins_misses: tuple[Miss, ...] | None = None
     num_hit_tokens: int = 0
     num_loaded_tokens: int = 0
-    has_tiers: bool = False
     lookup_s: float = 0.0
     waits: tuple[Wait, ...] = ()
     preemptions: tuple[Preemption, ...] = ()
@@ -157,7 +155,7 @@ class RequestRecords:
     def __init__(self, most: int, most_tokens: int) -> None:
         self._most = most
         self._most_tokens = most_tokens
-        self._by_number: OrderedDict[int, RequestRecord] = OrderedDict()
+        self._by_number: dict[int, RequestRecord] = {}
         self._by_id: dict[str, RequestRecord] = {}  # samples' ids too
         self._texts: dict[bytes, NearestPrompts] = {}  # by namespace
         self._num_made = 0

@@ -16,7 +16,7 @@ from pagefold.server.tools.schemas import Tool, ToolCall, ToolChoice, WhichTool
 from pagefold.server.unsupported import IN_CHAT, IN_CHAT_MESSAGES, refuse_unsupported
 from pagefold.tokenizer import ChatOptions
 
-__all__ = ["ChatMessage", "ChatRequest", "Templated", "TextPart"]
+__all__ = ["ChatMessage", "ChatRequest", "Templated", "TextPart", "check_one_prompt"]
 
 _MAX_TOOLS = 128
 
@@ -143,6 +143,17 @@ class ChatMessage(Body):
         if self.tool_call_id is not None:
             message["tool_call_id"] = self.tool_call_id
         return message
+
+
+def check_one_prompt(prompt: object, messages: object) -> None:
+    """See that a body has a prompt or the messages of a chat, and not both.
+
+    Raises:
+        InvalidRequestError: it has neither, or both.
+    """
+    if (prompt is None) == (messages is None):
+        msg = "Neither prompt nor messages is there, or both are."
+        raise InvalidRequestError(msg, param="prompt", remedy="Send one of them.")
 
 
 class Templated(Body):

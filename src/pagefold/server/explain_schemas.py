@@ -6,8 +6,7 @@ from typing import ClassVar
 
 from pydantic import model_validator
 
-from pagefold.errors import InvalidRequestError
-from pagefold.server.chat_schemas import ChatRequest, Templated
+from pagefold.server.chat_schemas import ChatRequest, Templated, check_one_prompt
 from pagefold.server.completion_schemas import CompletionRequest, OnePrompt
 from pagefold.server.schemas import CachedRequest
 
@@ -29,7 +28,5 @@ class ExplainRequest(Templated, CachedRequest):
 
     @model_validator(mode="after")
     def _one_of_both(self) -> ExplainRequest:
-        if (self.prompt is None) == (self.messages is None):
-            msg = "Neither prompt nor messages is there, or both are."
-            raise InvalidRequestError(msg, param="prompt", remedy="Send one of them.")
+        check_one_prompt(self.prompt, self.messages)
         return self

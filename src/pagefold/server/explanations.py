@@ -112,16 +112,11 @@ class Explanations:
             refusal = self._of(self._refusals, request_id, reader)
             response_id = self._of(self._ids, request_id, reader) or request_id
         records = [one for one in self._ledger.records(response_id) if _may_see(one, reader)]
+        reach = {"reach": self._reach(reader)}
         if records:
-            return self._told(response_id, records, reader)
+            return self._told(response_id, records, reader) | reach
         if refusal is not None:
-            return {
-                "object": "explanation",
-                "id": request_id,
-                "refused": {"status": refusal.status, "message": refusal.message},
-                "requests": [],
-                "reach": self._reach(reader),
-            }
+            return self._told(request_id, [], reader, refusal) | reach
         msg = "No request of yours has that id, as far back as is remembered."
         raise ExplanationNotFoundError(msg, remedy="Ids are those of responses, or of the header X-Request-Id.")
 
@@ -167,17 +162,16 @@ class Explanations:
 
     def _listed(self, records: Iterable[RequestRecord], reader: Reader) -> dict[str, Any]:
         data = [self._told(one.request_id, [one], reader) for one in records]
-        for one in data:
-            del one["reach"]
         return {"object": "list", "data": data, "reach": self._reach(reader)}
 
-    def _told(self, response_id: str, records: list[RequestRecord], reader: Reader) -> dict[str, Any]:
+    def _told(
+        self, request_id: str, records: list[RequestRecord], reader: Reader, refusal: _Refusal | None = None
+    ) -> dict[str, Any]:
         return {
             "object": "explanation",
-            "id": response_id,
-            "refused": None,
+            "id": request_id,
+            "refused": None if refusal is None else refusal._asdict(),
             "requests": [self._request(record, reader) for record in records],
-            "reach": self._reach(reader),
         }
 
     def _request(self, record: RequestRecord, reader: Reader) -> dict[str, Any]:

@@ -6,8 +6,7 @@ from typing import Annotated
 
 from pydantic import FailFast, Field, StrictBool, StrictInt, model_validator
 
-from pagefold.errors import InvalidRequestError
-from pagefold.server.chat_schemas import Templated
+from pagefold.server.chat_schemas import Templated, check_one_prompt
 from pagefold.server.schemas import MAX_TOKEN_ID, RequestBody, Text
 
 __all__ = ["DetokenizeRequest", "TokenizeRequest"]
@@ -34,9 +33,7 @@ class TokenizeRequest(Templated, RequestBody):
 
     @model_validator(mode="after")
     def _one_of_both(self) -> TokenizeRequest:
-        if (self.prompt is None) == (self.messages is None):
-            msg = "Neither prompt nor messages is there, or both are."
-            raise InvalidRequestError(msg, param="prompt", remedy="Send one of them.")
+        check_one_prompt(self.prompt, self.messages)
         return self
 
 

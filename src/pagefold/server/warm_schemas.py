@@ -14,9 +14,8 @@ from pydantic import (
     model_validator,
 )
 
-from pagefold.errors import InvalidRequestError
 from pagefold.request import DEFAULT_RETENTION_PRIORITY, WarmUp
-from pagefold.server.chat_schemas import ChatMessage  # noqa: TC001 - pydantic reads it
+from pagefold.server.chat_schemas import ChatMessage, check_one_prompt
 from pagefold.server.completion_schemas import OnePrompt  # noqa: TC001 - pydantic reads it
 from pagefold.server.schemas import (
     MAX_KIND_CHARACTERS,
@@ -63,9 +62,7 @@ class WarmRequest(RequestBody):
 
     @model_validator(mode="after")
     def _check(self) -> WarmRequest:
-        if (self.prompt is None) == (self.messages is None):
-            msg = "Neither prompt nor messages is there, or both are."
-            raise InvalidRequestError(msg, param="prompt", remedy="Send one of them.")
+        check_one_prompt(self.prompt, self.messages)
         self.warm_up()
         return self
 
