@@ -293,3 +293,22 @@ def test_what_is_foretold_says_nothing_of_other_salts_and_tenants(server: LocalS
 )
 def test_what_cannot_be_foretold(server: LocalServer, body: dict[str, Any], param: str) -> None:
     assert error_of(server.http.post("/v1/explain", json=body, headers=ACME), 400)["param"] == param
+
+
+def test_explain_switched_off(tiny_chat_model: Path) -> None:
+    server = LocalServer(tiny_chat_model, kv_cache_memory_bytes=2**21, door={"enable_explain": False})
+    try:
+        answer = ask(server, [5] * 40, {})
+        for path in (f"/v1/explain/{answer['id']}", "/v1/explain?last=2", "/v1/advice"):
+            error = error_of(server.http.get(path), 404)
+            assert error["code"] == "explain_off"
+            assert "--no-enable-explain" in error["message"]
+        error_of(server.http.post("/v1/explain", json={"prompt": [5] * 40}), 404)
+        assert server.ledger.reach().num_requests == 0
+        body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, "diagnostics": {}}
+        first = server.http.post("/v1/messages", json=body).json()
+        body |= {"system": "y", "diagnostics": {"previous_message_id": first["id"]}}
+        told = server.http.post("/v1/messages", json=body).json()["diagnostics"]
+        assert (told["cache_miss_reason"]["type"], told["misses"]) == ("system_changed", [])
+    finally:
+        server.close()

@@ -78,6 +78,7 @@ class ServerConfig:
         tool_call_parser: the form in which the model writes calls of tools; None for what its chat template says.
         reasoning_parser: the form in which the model marks its thinking; None where it is not told from answers.
         responses_store_bytes: memory for responses that clients go on from by their id; 0 keeps none.
+        enable_explain: whether the causes of misses, waits and refusals are remembered, for who asks.
 
     Raises:
         ConfigError: a value is out of range.
@@ -144,6 +145,9 @@ class ServerConfig:
     responses_store_bytes: Annotated[
         int, Flag("Memory for /v1/responses that clients go on from by their id, as 64M; 0 keeps none.", metavar="SIZE")
     ] = 64 * 2**20
+    enable_explain: Annotated[
+        bool, Flag("Remember why tokens were computed and what requests waited for: see pagefold explain.")
+    ] = True
 
     def __post_init__(self) -> None:
         check_types(self)

@@ -95,8 +95,10 @@ class Ledger:
 
     Args:
         clock: seconds, the engine's.
+        is_on: whether it notes anything.
 
     Attributes:
+        is_on: as above.
         paths: which paths the cache has had.
         policy: the eviction policy's name.
         publishes: whether anything is ever cached.
@@ -104,8 +106,9 @@ class Ledger:
         has_failed: a bug of ours has ended it.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, *, is_on: bool = True) -> None:
         self._clock = clock
+        self.is_on = is_on
         self.has_failed = False
         self._begin(CacheConfigured({}))
         self._lock = threading.Lock()
@@ -136,7 +139,7 @@ class Ledger:
     def __call__(self, event: Event) -> None:
         """Note an event, if it tells anything. Should that fail, nothing is noted any more: requests are served on."""
         note = self._on.get(type(event))
-        if note is None or self.has_failed:
+        if note is None or not self.is_on or self.has_failed:
             return
         try:
             with self._lock:
@@ -221,6 +224,10 @@ class Ledger:
         keys = keys_of(namespace, tokens, len(tokens), self.block_size)
         with self._lock:
             return classify(lookup, keys, self)
+
+    def now_s(self) -> float:
+        """Return the time, on the clock of its records."""
+        return self._clock()
 
     def prefill_s(self, num_tokens: int) -> float | None:
         """Return how long so many tokens take to be computed, by what prefills took lately; None before any."""

@@ -10,6 +10,7 @@ from pagefold.events import PinCause  # noqa: TC001 - pydantic reads it
 
 __all__ = [
     "STREAMED",
+    "AdviceList",
     "AnthropicMessage",
     "ChatCompletion",
     "Completion",
@@ -410,3 +411,29 @@ class ExplanationList(BaseModel):
     object: Literal["list"]
     data: list[_ListedExplanation]
     reach: _Reach
+
+
+class _Advice(BaseModel):
+    cause: str
+    section: str | None
+    told: str
+    remedy: str
+    tokens: int = Field(ge=1)
+    num_requests: int = Field(ge=1)
+    tokens_per_request: int
+    share_of_prompt_time: float = Field(ge=0)
+    token: int | None
+    request: str | None
+    nearest: str | None
+    own_text: str | None
+    nearest_text: str | None
+
+
+class AdviceList(BaseModel):
+    """What costs most, the worst first."""
+
+    object: Literal["list"]
+    data: list[_Advice]
+    num_requests: int
+    computed_tokens: int
+    since_s: float | None

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from fastapi import FastAPI
 
 from pagefold import __version__
+from pagefold.server.advices import Advices
 from pagefold.server.anthropic import AnthropicErrors, message_routes
 from pagefold.server.body_checker import BodyChecker
 from pagefold.server.body_limit import BodyLimit
@@ -15,6 +16,7 @@ from pagefold.server.cache import cache_routes
 from pagefold.server.chat import chat_routes
 from pagefold.server.completions import completion_routes
 from pagefold.server.description import describe
+from pagefold.server.diagnoses import Diagnoses
 from pagefold.server.errors import add_error_handlers
 from pagefold.server.explain import explain_routes
 from pagefold.server.explanations import Explanations
@@ -62,21 +64,23 @@ def create_app(
     add_error_handlers(app)
     app.add_middleware(AnthropicErrors)
     allow_origins(app, config)
-    explanations = Explanations(ledger, partial(_text_of, client))
+    decode = partial(_text_of, client)
+    explanations = Explanations(ledger, decode)
     app.add_middleware(  # the last added is the outermost
         RequestLog, count=metrics.count_response, explanations=explanations
     )
     metrics.watch(client.status)
     served = Served(client, model_name, config.tool_call_parser, config.reasoning_parser)
     app.include_router(completion_routes(served))
-    app.include_router(chat_routes(served))
+    diagnoses = Diagnoses(explanations)
+    app.include_router(chat_routes(served, diagnoses))
     responses = ResponseStore(config.responses_store_bytes)
     metrics.watch_cache(responses.size)
-    app.include_router(response_routes(served, responses))
-    app.include_router(message_routes(served))
+    app.include_router(response_routes(served, responses, diagnoses))
+    app.include_router(message_routes(served, diagnoses))
     app.include_router(tokenize_routes(served))
     app.include_router(cache_routes(Warmer(served, tenants_of(config))))
-    app.include_router(explain_routes(served, explanations, config))
+    app.include_router(explain_routes(served, explanations, Advices(ledger, diagnoses, decode), config))
     app.include_router(model_routes(served))
     app.include_router(probe_routes(served, config, metrics))
     describe(app, config)

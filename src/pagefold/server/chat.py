@@ -19,12 +19,13 @@ from pagefold.server.keys import account_of
 from pagefold.server.wanted import wanted
 
 if TYPE_CHECKING:
+    from pagefold.server.diagnoses import Diagnoses
     from pagefold.server.served import Served
 
 __all__ = ["chat_routes"]
 
 
-def chat_routes(served: Served) -> APIRouter:
+def chat_routes(served: Served, diagnoses: Diagnoses) -> APIRouter:
     """Return the route."""
     router = APIRouter(route_class=CheckedRoute)
 
@@ -57,6 +58,8 @@ def chat_routes(served: Served) -> APIRouter:
             keeps_token_ids=asked.return_token_ids,
             thinking=thinking,
         )
+        tenant = account_of(request.scope).tenant
+        diagnoses.note(tenant, response_id, chat.fingerprint, len(chat.token_ids))
         form = ChatForm(
             {"id": response_id, "created": int(time.time()), "model": served.model_name},
             ToldParts(asked.top_logprobs, thinking.is_known, asked.include_reasoning),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from pagefold.server.reasoning.thinking import NO_THINKING
 
 if TYPE_CHECKING:
+    from pagefold.server.fingerprint import Fingerprint
     from pagefold.server.reasoning.thinking import Thinking
 
 __all__ = ["ChatPrompt"]
@@ -20,7 +21,9 @@ class ChatPrompt:
     Attributes:
         token_ids: of its text.
         thinking: how thinking stands where the answer begins.
+        fingerprint: of its parts; None where it is no chat.
     """
 
     token_ids: list[int]
     thinking: Thinking = NO_THINKING
+    fingerprint: Fingerprint | None = None

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ContextLengthError",
+    "ExplainOffError",
     "ExplanationNotFoundError",
     "PreviousResponseError",
     "ResponseNotFoundError",
@@ -68,6 +69,10 @@ class ExplanationNotFoundError(PagefoldError):
     """No request of that id is remembered for who asks."""
 
 
+class ExplainOffError(PagefoldError):
+    """This server does not remember why."""
+
+
 class PreviousResponseError(InvalidRequestError):
     """A request goes on from a response that is not stored for who asks."""
 
@@ -98,6 +103,7 @@ _FORMS: dict[type[Exception], _Form] = {
     InvalidRequestError: _Form(400, "invalid_request_error", None),
     UnknownModelError: _Form(404, "invalid_request_error", "model_not_found"),
     ResponseNotFoundError: _Form(404, "invalid_request_error", "response_not_found"),
+    ExplainOffError: _Form(404, "invalid_request_error", "explain_off"),
     ExplanationNotFoundError: _Form(404, "invalid_request_error", "request_not_found"),
     EngineStoppedError: _Form(503, "service_unavailable_error", "engine_unavailable"),
     PinQuotaError: _Form(409, "invalid_request_error", "pin_quota_exceeded"),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Annotated, Any
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Depends, Query, Request
 
 from pagefold.errors import InvalidRequestError
-from pagefold.server.answer_schemas import Explanation, ExplanationList, Foretold
+from pagefold.server.answer_schemas import AdviceList, Explanation, ExplanationList, Foretold
 from pagefold.server.checked_route import CheckedRoute
 from pagefold.server.context_length import check_prompt
 from pagefold.server.explain_schemas import ExplainRequest  # noqa: TC001 - FastAPI reads it
@@ -16,6 +17,7 @@ from pagefold.server.keys import account_of
 
 if TYPE_CHECKING:
     from pagefold.config import ServerConfig
+    from pagefold.server.advices import Advices
     from pagefold.server.explanations import Explanations
     from pagefold.server.served import Served
 
@@ -31,9 +33,9 @@ def reader_of(request: Request, config: ServerConfig) -> Reader:
     return Reader(account.tenant, is_admin=is_admin, sees_traffic=is_admin or not config.accounts)
 
 
-def explain_routes(served: Served, explanations: Explanations, config: ServerConfig) -> APIRouter:
+def explain_routes(served: Served, explanations: Explanations, advices: Advices, config: ServerConfig) -> APIRouter:
     """Return the routes."""
-    router = APIRouter(route_class=CheckedRoute)
+    router = APIRouter(route_class=CheckedRoute, dependencies=[Depends(explanations.ensure_on)])
 
     @router.post("/v1/explain", responses={200: {"model": Foretold}})
     async def foretell(asked: ExplainRequest, request: Request) -> dict[str, Any]:
@@ -67,6 +69,11 @@ def explain_routes(served: Served, explanations: Explanations, config: ServerCon
         if worst is not None:
             return explanations.worst(worst, reader)
         return explanations.last(last or 1, reader)
+
+    @router.get("/v1/advice", responses={200: {"model": AdviceList}})
+    async def advise(request: Request) -> dict[str, Any]:
+        """Tell what costs most of the prompts of the last hour, and what would help."""
+        return await asyncio.to_thread(advices.advise, reader_of(request, config))
 
     @router.get("/v1/explain/{request_id}", responses={200: {"model": Explanation}})
     async def explain(request_id: str, request: Request) -> dict[str, Any]:

@@ -11,7 +11,8 @@ from array import array
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from pagefold.server.errors import ExplanationNotFoundError
+from pagefold.observe.nearest_prompts import common_prefix
+from pagefold.server.errors import ExplainOffError, ExplanationNotFoundError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -51,6 +52,10 @@ class Reader(NamedTuple):
     is_admin: bool = False
     sees_traffic: bool = False
 
+    def may_see(self, tenant: str) -> bool:
+        """Whether requests of a tenant are for him."""
+        return self.is_admin or tenant == self.tenant
+
 
 _NOBODY = Reader("")
 _NOTHING: OrderedDict[str, Any] = OrderedDict()
@@ -84,6 +89,16 @@ class Explanations:
         self._ids: dict[str, OrderedDict[str, str]] = {}  # by tenant: id of HTTP -> id of the response
         self._refusals: dict[str, OrderedDict[str, _Refusal]] = {}  # by tenant, and id of HTTP
 
+    def ensure_on(self) -> None:
+        """Check that anything is remembered.
+
+        Raises:
+            ExplainOffError: nothing is.
+        """
+        if not self._ledger.is_on:
+            msg = "This server does not remember why tokens were computed."
+            raise ExplainOffError(msg, remedy="Start it without --no-enable-explain.")
+
     def name(self, tenant: str, http_id: str, response_id: str) -> None:
         """Note the id that a response goes by in the log, and in the header X-Request-Id."""
         with self._lock:
@@ -111,7 +126,7 @@ class Explanations:
         with self._lock:
             refusal = self._of(self._refusals, request_id, reader)
             response_id = self._of(self._ids, request_id, reader) or request_id
-        records = [one for one in self._ledger.records(response_id) if _may_see(one, reader)]
+        records = [one for one in self._ledger.records(response_id) if reader.may_see(one.tenant)]
         reach = {"reach": self._reach(reader)}
         if records:
             return self._told(response_id, records, reader) | reach
@@ -144,21 +159,41 @@ class Explanations:
             "cached_tokens_by_tier": by_tier,
             "computed_tokens": num_computed,
             "prefill_s": _rounded(self._ledger.prefill_s(num_computed)),
-            "misses": [self._miss(miss, _NOBODY) for miss in misses],
+            "misses": [self._miss(miss, _NOBODY, _NOBODY.tenant) for miss in misses],
         }
+
+    def misses(self, response_id: str, tenant: str) -> list[dict[str, Any]]:
+        """Return why tokens of a tenant's request were computed, one prompt behind the other; none if that is gone."""
+        reader = Reader(tenant)
+        records = [one for one in self._ledger.records(response_id) if reader.may_see(one.tenant)]
+        return [self._miss(miss, reader, tenant) for record in records for miss in record.misses or ()]
+
+    def num_common_tokens(self, one_id: str, other_id: str, tenant: str) -> int | None:
+        """Return how many first tokens two requests of a tenant have alike; None where one of them is forgotten."""
+        texts = [self._text(response_id, tenant) for response_id in (one_id, other_id)]
+        return common_prefix(*texts) if all(texts) else None
+
+    def on_other_terms(self, one_id: str, other_id: str) -> bool:
+        """Whether two requests are remembered that share nothing, whatever they say."""
+        namespaces = {record.namespace for one in (one_id, other_id) for record in self._ledger.records(one)}
+        return len(namespaces) > 1
 
     def worst(self, num: int, reader: Reader) -> dict[str, Any]:
         """Return those of a reader's requests that computed most tokens which need not have been."""
-        records = [one for one in self._ledger.all_records() if one.misses is not None and _may_see(one, reader)]
+        records = [one for one in self._ledger.all_records() if one.misses is not None and reader.may_see(one.tenant)]
         records.sort(key=lambda one: one.num_avoidable_tokens, reverse=True)
         return self._listed(records[:num], reader)
 
     def last(self, num: int, reader: Reader) -> dict[str, Any]:
         """Return the last requests of a reader, the last one first."""
-        records = [one for one in self._ledger.all_records() if _may_see(one, reader)]
+        records = [one for one in self._ledger.all_records() if reader.may_see(one.tenant)]
         return self._listed(records[: -num - 1 : -1], reader)
 
     # Inside.
+
+    def _text(self, response_id: str, tenant: str) -> bytes:
+        """Return the first prompt of a tenant's request, and what came behind it, packed; empty if that is gone."""
+        return next((one.text for one in self._ledger.records(response_id) if one.tenant == tenant), b"")
 
     def _listed(self, records: Iterable[RequestRecord], reader: Reader) -> dict[str, Any]:
         data = [self._told(one.request_id, [one], reader) for one in records]
@@ -190,7 +225,7 @@ class Explanations:
             "queue_s": _rounded(record.queue_s),
             "ttft_s": _rounded(record.ttft_s),
             "e2e_s": _rounded(record.e2e_s),
-            "misses": [self._miss(miss, reader) for miss in misses],
+            "misses": [self._miss(miss, reader, record.tenant) for miss in misses],
             "waits": [
                 {"cause": cause, "told": _WAITS[cause], "ms": round(1e3 * seconds, 3)}
                 for cause, seconds in record.waits
@@ -198,10 +233,12 @@ class Explanations:
             "preemptions": [
                 {"tokens": one.num_tokens, "for": self._visible(one.request_id, reader)} for one in record.preemptions
             ],
-            "recomputed": [self._miss(miss, reader) for miss in record.recomputed],
+            "recomputed": [self._miss(miss, reader, record.tenant) for miss in record.recomputed],
         }
 
-    def _miss(self, miss: Miss, reader: Reader) -> dict[str, Any]:
+    def _miss(self, miss: Miss, reader: Reader, owner: str) -> dict[str, Any]:
+        """Return why tokens of a tenant's request were computed. Texts are for their owner alone."""
+        difference = miss.difference
         return {
             "start": miss.start,
             "end": miss.end,
@@ -211,20 +248,18 @@ class Explanations:
             "remedy": miss.cause.remedy or None,
             "fields": list(miss.fields),
             "detail": miss.detail or None,
-            "difference": None if miss.difference is None else self._difference(miss.difference),
+            "difference": None
+            if difference is None
+            else self._difference(difference, has_texts=reader.tenant == owner),
             "eviction": None if miss.eviction is None else self._eviction(miss.eviction, reader),
         }
 
-    def _difference(self, difference: Difference) -> dict[str, Any]:
+    def _difference(self, difference: Difference, *, has_texts: bool) -> dict[str, Any]:
         before = difference.num_before
         own, other = array("i", difference.own), array("i", difference.other)
-        return {
-            "token": difference.token,
-            "nearest": difference.request_id,
-            "text_before": self._decode(own[:before]),
-            "own_text": self._decode(own[before:]),
-            "nearest_text": self._decode(other[before:]),
-        }
+        parts = {"text_before": own[:before], "own_text": own[before:], "nearest_text": other[before:]}
+        texts = {name: self._decode(part) if has_texts else None for name, part in parts.items()}
+        return {"token": difference.token, "nearest": difference.request_id, **texts}
 
     def _eviction(self, eviction: Eviction, reader: Reader) -> dict[str, Any]:
         return {
@@ -236,7 +271,7 @@ class Explanations:
 
     def _visible(self, request_id: str, reader: Reader) -> str | None:
         """Return the id of another request, if a reader may know it."""
-        return next((request_id for one in self._ledger.records(request_id) if _may_see(one, reader)), None)
+        return next((request_id for one in self._ledger.records(request_id) if reader.may_see(one.tenant)), None)
 
     def _reach(self, reader: Reader) -> dict[str, Any]:
         """Return for how many seconds back nothing was forgotten; None where nothing ever was, or he may not know."""
@@ -257,10 +292,6 @@ def _put(known: dict[str, OrderedDict[str, _Known]], tenant: str, request_id: st
     of[request_id] = what
     if len(of) > most:
         of.popitem(last=False)
-
-
-def _may_see(record: RequestRecord, reader: Reader) -> bool:
-    return reader.is_admin or record.tenant == reader.tenant
 
 
 def _rounded(seconds: float | None) -> float | None:

@@ -264,13 +264,15 @@ class Generation:
         """Return what the cache had to do with the prompts; known once each of them has got a token."""
         firsts = self.outputs[:: self._sampling.num_samples]
         num_read = [output.num_cached_tokens for output in firsts]
-        num_written = [self._num_in_blocks(prompt) - read for prompt, read in zip(self._prompts, num_read, strict=True)]
+        num_written = [
+            self.num_in_blocks(len(prompt)) - read for prompt, read in zip(self._prompts, num_read, strict=True)
+        ]
         return PromptUse(sum(map(len, self._prompts)), sum(num_read), sum(max(0, written) for written in num_written))
 
-    def _num_in_blocks(self, prompt: list[int]) -> int:
-        """Return how many tokens of a prompt lie in blocks that it fills, and that are cached for others."""
+    def num_in_blocks(self, num_tokens: int) -> int:
+        """Return how many of so many tokens lie in blocks that a prompt fills, and that are cached for others."""
         size = self._client.cached_block_size
-        return 0 if size is None else len(prompt) // size * size
+        return 0 if size is None else num_tokens // size * size
 
     def summary(self) -> dict[str, Any]:
         """Return what the log tells of it: numbers, ids and reasons; seconds are of the output that came first."""

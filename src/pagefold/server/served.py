@@ -13,6 +13,7 @@ from pagefold.server.chat_prompt import ChatPrompt
 from pagefold.server.context_length import check_text, check_tokens
 from pagefold.server.disconnect import stays
 from pagefold.server.errors import UnknownModelError
+from pagefold.server.fingerprint import fingerprint_of
 from pagefold.server.ignored import note_ignored
 from pagefold.server.reasoning.formats import FORMATS as REASONING_FORMATS
 from pagefold.server.reasoning.thinking import NO_THINKING, thinking_of
@@ -153,11 +154,13 @@ class Served:
 
         def encode() -> ChatPrompt:
             plain = [message.for_template() for message in messages]
-            text = tokenizer.render_chat(plain, _told(tools, plain, tokenizer), options)
+            told = _told(tools, plain, tokenizer)
+            text = tokenizer.render_chat(plain, told, options)
             check_text(text, tokenizer, self.client.context, param, times)
             token_ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
             continued = plain[-1]["content"] if options.continue_final_message else ""
-            return ChatPrompt(token_ids, self._thinking(text, continued, tokenizer))
+            thinking = self._thinking(text, continued, tokenizer)
+            return ChatPrompt(token_ids, thinking, fingerprint_of(plain, told, options))
 
         (chat,) = await self.workers.run(_LONG_CHAT if tools else _num_characters(messages), [encode], receive)
         marks = [mark for mark, _ in chat.thinking.token_ids]

@@ -11,12 +11,16 @@ from pagefold.server.parts import PartBegan, PartGrew, part_events
 from pagefold.server.tellable import arguments_object
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
+    from collections.abc import AsyncGenerator, Callable
 
     from pagefold.server.generation import Generation
     from pagefold.server.parts import Part, PartEvent, PartReader
 
 __all__ = ["MessageForm"]
+
+
+def _nothing(_generation: Generation) -> dict[str, Any]:
+    return {}
 
 
 class MessageForm:
@@ -25,12 +29,16 @@ class MessageForm:
     Args:
         model_name: what clients call the model.
         max_tokens: how long the client lets it be.
+        about_cache: further fields of the message, once its first token is known.
     """
 
-    def __init__(self, model_name: str, max_tokens: int) -> None:
+    def __init__(
+        self, model_name: str, max_tokens: int, about_cache: Callable[[Generation], dict[str, Any]] = _nothing
+    ) -> None:
         self.message_id = f"msg_{uuid.uuid4().hex}"
         self._head = {"id": self.message_id, "type": "message", "role": "assistant", "model": model_name}
         self._max_tokens = max_tokens
+        self._about_cache = about_cache
 
     def whole(self, generation: Generation, reader: PartReader) -> dict[str, Any]:
         """Return the message at its end."""
@@ -40,6 +48,7 @@ class MessageForm:
             "content": content,
             **self._stop(generation, reader),
             "usage": _usage(generation),
+            **self._about_cache(generation),
         }
 
     async def events(self, generation: Generation, reader: PartReader) -> AsyncGenerator[dict[str, Any], None]:
@@ -71,6 +80,7 @@ class MessageForm:
             "stop_reason": None,
             "stop_sequence": None,
             "usage": _usage(generation),
+            **self._about_cache(generation),
         }
 
     def _stop(self, generation: Generation, reader: PartReader) -> dict[str, Any]:

@@ -19,12 +19,13 @@ from pagefold.server.request_log import attach_generation
 from pagefold.server.wanted import wanted
 
 if TYPE_CHECKING:
+    from pagefold.server.diagnoses import Diagnoses
     from pagefold.server.served import Served
 
 __all__ = ["message_routes"]
 
 
-def message_routes(served: Served) -> APIRouter:
+def message_routes(served: Served, diagnoses: Diagnoses) -> APIRouter:
     """Return the routes."""
     router = APIRouter(route_class=CheckedRoute)
 
@@ -38,18 +39,29 @@ def message_routes(served: Served) -> APIRouter:
         tells_thinking = asked.tells_thinking(can_be_told=chat.thinking.is_known)
         structured = chat.thinking.before(want.structured)
         sampling = asked.sampling(served.client.max_model_len - len(chat.token_ids))
-        form = MessageForm(served.model_name, asked.max_tokens)
+        account = account_of(request.scope)
+
+        def about_cache(generation: Generation) -> dict[str, Any]:
+            if asked.diagnostics is None:
+                return {}
+            previous_id = asked.diagnostics.previous_message_id
+            if previous_id is None:
+                return {"diagnostics": None}
+            return {"diagnostics": diagnoses.diagnose(account.tenant, previous_id, generation).as_anthropic()}
+
+        form = MessageForm(served.model_name, asked.max_tokens, about_cache)
         generation = Generation(
             served.client,
             request_id=form.message_id,
             prompts=[chat.token_ids],
             sampling=chat.thinking.sampling(sampling, structured),
-            caller=asked.caller(account_of(request.scope)),
+            caller=asked.caller(account),
             param="messages",
             grammar=await served.compile(structured),
             thinking=chat.thinking,
         )
         attach_generation(request.scope, generation)
+        diagnoses.note(account.tenant, form.message_id, chat.fingerprint, len(chat.token_ids))
         reader = PartReader(want.reader(chat.thinking), tells_thinking=tells_thinking)
         if asked.stream:
             return EventStream(form.events(generation, reader), on_end=generation.close, is_typed=True)

@@ -65,6 +65,16 @@ class ThinkingConfig(Body):
     type: Literal["enabled", "disabled", "adaptive"]
 
 
+class Diagnostics(Body):
+    """What is asked of the cache.
+
+    Attributes:
+        previous_message_id: an earlier message, whose prompt this one should share; None for the first of a chat.
+    """
+
+    previous_message_id: Text | None = None
+
+
 class CountRequest(CachedRequest):
     """``POST /v1/messages/count_tokens``: a prompt.
 
@@ -167,6 +177,7 @@ class MessageRequest(CountRequest):
         max_tokens: how long the answer may be; it may be less long where the context ends before.
         stop_sequences: texts that end the answer.
         stream: whether the answer comes in events, as it is made.
+        diagnostics: asks what differs from an earlier message, and why tokens of the prompt were computed.
     """
 
     max_tokens: Annotated[StrictInt, Field(ge=1)]
@@ -175,6 +186,7 @@ class MessageRequest(CountRequest):
     top_p: Annotated[StrictFloat, Field(gt=0, le=1)] = 1.0
     top_k: Annotated[StrictInt, Field(ge=0, le=2**63 - 1)] = 0
     stream: StrictBool = False
+    diagnostics: Diagnostics | None = None
     # ours
     seed: Annotated[StrictInt | None, Field(ge=1 - 2**63, le=2**63 - 1)] = None
     ignore_eos: StrictBool = False

@@ -55,8 +55,10 @@ class ResponseForm:
         """Return the response before its output."""
         return self._response("in_progress")
 
-    def ended(self, generation: Generation, reader: PartReader) -> dict[str, Any]:
-        """Return the response with its output and what it cost."""
+    def ended(
+        self, generation: Generation, reader: PartReader, diagnosis: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Return the response with its output and what it cost; and what changed, if that is asked."""
         is_whole = generation.outputs[0].finish_reason != "length"
         status = "completed" if is_whole else "incomplete"
         return self._response(
@@ -65,6 +67,7 @@ class ResponseForm:
             incomplete_details=None if is_whole else {"reason": "max_output_tokens"},
             output=_output(reader, status),
             usage=_usage(generation),
+            **({} if diagnosis is None else {"prompt_cache_diagnostics": diagnosis}),
         )
 
     def failed(self, error: PagefoldError, generation: Generation, reader: PartReader) -> dict[str, Any]:

@@ -26,6 +26,9 @@ from pagefold.server.schemas import MAX_PARTS
 from pagefold.server.wanted import wanted
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pagefold.server.diagnoses import Diagnoses
     from pagefold.server.responses.items import Item
     from pagefold.server.responses.store import ResponseStore
     from pagefold.server.served import Served
@@ -35,7 +38,7 @@ __all__ = ["response_routes"]
 _NUM_SHOWN_CHARACTERS = 80
 
 
-def response_routes(served: Served, store: ResponseStore) -> APIRouter:
+def response_routes(served: Served, store: ResponseStore, diagnoses: Diagnoses) -> APIRouter:
     """Return the routes."""
     router = APIRouter(route_class=CheckedRoute)
 
@@ -63,7 +66,16 @@ def response_routes(served: Served, store: ResponseStore) -> APIRouter:
             thinking=chat.thinking,
         )
         attach_generation(request.scope, generation)
-        answer = _Answer(form, generation, PartReader(want.reader(chat.thinking)), items, store, account.tenant)
+        diagnoses.note(account.tenant, form.response_id, chat.fingerprint, len(chat.token_ids))
+        compared_id = asked.prompt_cache_options.comparison_response_id
+
+        def diagnose() -> dict[str, Any] | None:
+            if compared_id is None:
+                return None
+            return diagnoses.diagnose(account.tenant, compared_id, generation).as_openai()
+
+        reader = PartReader(want.reader(chat.thinking))
+        answer = _Answer(form, generation, reader, items, store, account.tenant, diagnose)
         if asked.stream:
             events = response_events(form, generation, answer.reader, answer.end)
             return EventStream(events, on_end=generation.close, is_typed=True)
@@ -101,6 +113,7 @@ class _Answer:
         items: of the conversation before it.
         store: keeps it at its end, if its form says so.
         tenant: the tenant who asked.
+        diagnose: tells what changed since an earlier response, if that is asked.
     """
 
     form: ResponseForm
@@ -109,6 +122,7 @@ class _Answer:
     items: list[Item]
     store: ResponseStore
     tenant: str
+    diagnose: Callable[[], dict[str, Any] | None]
 
     def whole(self) -> dict[str, Any]:
         """Read all of the output at once, and end."""
@@ -117,7 +131,7 @@ class _Answer:
 
     def end(self) -> dict[str, Any]:
         """Return the whole response, and have it stored. What is too large for the store is not stored, and says so."""
-        response = self.form.ended(self.generation, self.reader)
+        response = self.form.ended(self.generation, self.reader, self.diagnose())
         if response["store"]:
             items = [*kept(self.items), *kept_output(self.reader.parts)]
             response["store"] = self.store.put(self.tenant, response, items)

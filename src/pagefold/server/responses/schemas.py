@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BeforeValidator, FailFast, Field, StrictBool, StrictFloat, StrictInt, model_validator
 
 from pagefold.sampling import SamplingParams
+from pagefold.server.ignored import Body
 from pagefold.server.responses.functions import Choice, Function, FunctionChoice
 from pagefold.server.responses.items import Item
 from pagefold.server.responses.text_config import TextConfig
@@ -42,6 +43,18 @@ def _has_it(included: object) -> object:
 _Items = Annotated[list[Item], Field(min_length=1, max_length=MAX_PARTS)]
 
 
+class PromptCacheOptions(Body):
+    """What is asked of the cache.
+
+    Attributes:
+        comparison_response_id: an earlier response, whose prompt this one should share.
+    """
+
+    known: ClassVar[frozenset[str]] = frozenset({"mode", "ttl"})  # all prompts are cached, for as long as there is room
+
+    comparison_response_id: Text | None = None
+
+
 class ResponseRequest(TieredRequest):
     """``POST /v1/responses``; :class:`~pagefold.sampling.SamplingParams` says what the fields of sampling mean.
 
@@ -58,6 +71,7 @@ class ResponseRequest(TieredRequest):
         parallel_tool_calls: whether one answer may have several calls.
         max_tool_calls: of tools that the server itself calls, of which there are none.
         stream: whether the answer comes in events, as it is made.
+        prompt_cache_options: asks what differs from an earlier response, and why tokens of the prompt were computed.
         metadata: told back.
         user: told back.
     """
@@ -66,7 +80,6 @@ class ResponseRequest(TieredRequest):
     known: ClassVar[frozenset[str]] = frozenset(
         {
             "prompt_cache_key",  # prompts find what they share by themselves
-            "prompt_cache_options",
             "prompt_cache_retention",
             "safety_identifier",
             "stream_options",  # nothing is obfuscated
@@ -93,6 +106,7 @@ class ResponseRequest(TieredRequest):
     temperature: Annotated[StrictFloat, stated(minimum=0, maximum=2)] = 1.0
     top_p: Annotated[StrictFloat, stated(exclusiveMinimum=0, maximum=1)] = 1.0
     stream: StrictBool = False
+    prompt_cache_options: PromptCacheOptions = Field(default_factory=PromptCacheOptions)
     metadata: Annotated[
         dict[
             Annotated[Text, Field(max_length=_MAX_METADATA_NAME)],

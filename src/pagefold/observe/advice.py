@@ -1,0 +1,237 @@
+"""Advice: what costs most of what the last requests computed, and could be had from the cache.
+
+What the ledger remembers of requests is added up by cause. Of prompts that differ from their nearest only what comes
+again behind the difference counts (``changing_part.py``): that two questions differ is no fault of anybody's.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from pagefold.kv import TOKEN_BYTES
+from pagefold.observe.changing_part import changing_part
+from pagefold.observe.misses import Cause
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from pagefold.observe.ledger import Ledger
+    from pagefold.observe.misses import Miss
+    from pagefold.observe.request_record import RequestRecord
+
+__all__ = ["Advice", "Adviser", "Change", "Loss", "Place"]
+
+_LEAST_SHARE = 0.01
+_LEAST_REQUESTS = 2
+_MOST = 10
+_NEAR = 32
+"""Differences so many tokens apart are one place."""
+_MOST_COMPARED = 256
+"""Pairs of prompts that are compared whenever somebody asks; the rest is when he asks again."""
+_MOST_KEPT = 4096
+_AROUND, _MOST_SHOWN = 8, 32
+"""Tokens that are kept of a part that changes: on both sides of it, and of itself."""
+
+
+class Change(NamedTuple):
+    """Two prompts that differ in a part and go on alike.
+
+    Attributes:
+        token: the first that differs.
+        num_common: how many tokens behind it are alike.
+        is_reordered: whether the same parts stand in another order.
+        own_id, other_id: of both requests.
+        own, other: the first tokens of the first part that differs, in both, packed.
+        around: those of the one with some before and behind it, packed.
+    """
+
+    token: int
+    num_common: int
+    is_reordered: bool
+    own_id: str
+    other_id: str
+    own: bytes
+    other: bytes
+    around: bytes
+
+
+class Place(NamedTuple):
+    """What a loss is of; equal ones are one.
+
+    Attributes:
+        tenant: whose.
+        cause: why.
+        fields: in which a namespace differs.
+        section: of the request that changes, for ``DIFFERS``: see :class:`Adviser`.
+        is_reordered: whether its parts stand in another order.
+    """
+
+    tenant: str
+    cause: Cause
+    fields: tuple[str, ...] = ()
+    section: str = ""
+    is_reordered: bool = False
+
+
+@dataclass(slots=True)
+class Loss:
+    """Tokens that requests computed for one cause.
+
+    Attributes:
+        place: what of.
+        num_tokens: how many.
+        seconds: about how long that took, of those requests whose prefill's time is known.
+        request_ids: whose.
+        change: the last of those that differ; None for other causes.
+    """
+
+    place: Place
+    num_tokens: int = 0
+    seconds: float = 0.0
+    request_ids: set[str] = field(default_factory=set)
+    change: Change | None = None
+
+    def add(self, record: RequestRecord, num_tokens: int, change: Change | None = None) -> None:
+        """Count tokens of a request."""
+        self.num_tokens += num_tokens
+        if record.num_missed_tokens:
+            self.seconds += _prefill_s(record) * num_tokens / record.num_missed_tokens
+        self.request_ids.add(record.request_id)
+        self.change = change or self.change
+
+
+class Advice(NamedTuple):
+    """What costs most, the worst first.
+
+    Attributes:
+        losses: one for each cause, and each place of a prompt that changes.
+        num_requests: that were looked at.
+        num_tokens: that these computed of their prompts, with what they computed twice.
+        seconds: that their prefills took.
+        since_s: how long ago the first of them came; None for none.
+    """
+
+    losses: tuple[Loss, ...]
+    num_requests: int
+    num_tokens: int
+    seconds: float
+    since_s: float | None
+
+    def share(self, loss: Loss) -> float:
+        """Return what share of all prompts' time a loss is; of their tokens, where no time is known."""
+        if self.seconds > 0:
+            return loss.seconds / self.seconds
+        return loss.num_tokens / self.num_tokens if self.num_tokens else 0.0
+
+
+class Adviser:
+    """Adds up what the ledger remembers.
+
+    Args:
+        ledger: of requests.
+        section_of: what of two requests' bodies differs, by their ids: ``tools``, ``tools_order``, ``system``,
+            ``messages``, or nothing that is known: an empty text.
+    """
+
+    def __init__(self, ledger: Ledger, section_of: Callable[[str, str], str]) -> None:
+        self._ledger = ledger
+        self._section_of = section_of
+        self._changes: OrderedDict[int, Change | None] = OrderedDict()  # of requests that were compared, by number
+
+    def advise(self, is_seen: Callable[[RequestRecord], bool], within_s: float) -> Advice:
+        """Return what costs most of those requests.
+
+        Args:
+            is_seen: whether a request counts.
+            within_s: those that came so long ago at most do.
+        """
+        now_s = self._ledger.now_s()
+        records = [
+            record
+            for record in self._ledger.all_records()
+            if record.misses is not None and now_s - record.arrival_s <= within_s and is_seen(record)
+        ]
+        self._compare(records)
+        losses: dict[Place, Loss] = {}
+        changing: dict[Place, list[tuple[RequestRecord, Change]]] = {}
+        for record in records:
+            for miss in (*(record.misses or ()), *record.recomputed):
+                if miss.cause is not Cause.DIFFERS and miss.cause.is_avoidable:
+                    place = Place(record.tenant, miss.cause, miss.fields)
+                    losses.setdefault(place, Loss(place)).add(record, miss.num_tokens)
+            change = self._changes.get(record.number)
+            if change is not None:
+                section = self._section_of(change.own_id, change.other_id)
+                place = Place(record.tenant, Cause.DIFFERS, (), section, change.is_reordered)
+                changing.setdefault(place, []).append((record, change))
+        found = [*losses.values(), *(loss for place, changes in changing.items() for loss in _by_place(place, changes))]
+        num_tokens = sum(
+            record.num_missed_tokens + sum(miss.num_tokens for miss in record.recomputed) for record in records
+        )
+        since_s = now_s - min(record.arrival_s for record in records) if records else None
+        advice = Advice((), len(records), num_tokens, sum(map(_prefill_s, records)), since_s)
+        worth = [
+            loss for loss in found if len(loss.request_ids) >= _LEAST_REQUESTS and advice.share(loss) >= _LEAST_SHARE
+        ]
+        worth.sort(key=lambda loss: (advice.share(loss), loss.num_tokens), reverse=True)
+        return advice._replace(losses=tuple(worth[:_MOST]))
+
+    def _compare(self, records: Sequence[RequestRecord]) -> None:
+        """Compare those with their nearest that have not been yet, the last ones first."""
+        num_left = _MOST_COMPARED
+        for record in reversed(records):
+            if record.number in self._changes:
+                continue
+            miss = next((miss for miss in record.misses or () if miss.difference is not None), None)
+            if miss is None:
+                continue
+            if not num_left:
+                break
+            num_left -= 1
+            self._changes[record.number] = self._change(record, miss)
+        while len(self._changes) > _MOST_KEPT:
+            self._changes.popitem(last=False)
+
+    def _change(self, record: RequestRecord, miss: Miss) -> Change | None:
+        """Return what changes between a request and its nearest; None where nothing comes again, or it is forgotten."""
+        assert miss.difference is not None
+        token, other_id = miss.difference.token, miss.difference.request_id
+        own = record.text[: record.num_prompt_tokens * TOKEN_BYTES]  # an answer is not sent
+        other = next((one.text for one in self._ledger.records(other_id)), b"")
+        part = changing_part(own, other, token) if own and other else None
+        if part is None:
+            return None
+        span = part.spans[0]
+        return Change(
+            token,
+            part.num_common,
+            part.is_reordered,
+            record.request_id,
+            other_id,
+            _tokens(own, token, min(span.own_end, token + _MOST_SHOWN)),
+            _tokens(other, token, min(span.other_end, token + _MOST_SHOWN)),
+            _tokens(own, max(0, token - _AROUND), min(span.own_end, token + _MOST_SHOWN) + _AROUND),
+        )
+
+
+def _tokens(packed: bytes, start: int, end: int) -> bytes:
+    return packed[start * TOKEN_BYTES : end * TOKEN_BYTES]
+
+
+def _by_place(place: Place, changes: Iterable[tuple[RequestRecord, Change]]) -> list[Loss]:
+    """Return a loss for each place of prompts in which they change: tokens that lie near each other are one."""
+    losses: list[Loss] = []
+    last: int | None = None
+    for record, change in sorted(changes, key=lambda one: one[1].token):
+        if last is None or change.token - last > _NEAR:
+            losses.append(Loss(place))
+        losses[-1].add(record, min(change.num_common, record.num_missed_tokens), change)
+        last = change.token
+    return losses
+
+
+def _prefill_s(record: RequestRecord) -> float:
+    """Return how long a request's prompt took; 0 where that is not known."""
+    return 0.0 if record.ttft_s is None else max(0.0, record.ttft_s - (record.queue_s or 0.0))
