@@ -48,9 +48,22 @@ def test_a_request_is_told_in_lines_and_in_json(server: LocalServer) -> None:
     assert "".join(f"{line}\n" for line in lines_of(told)) == output
 
 
+def test_advice_is_told_in_lines_and_in_json(server: LocalServer) -> None:
+    rules = "".join(f"Rule {number}: be kind to number {number * 7919 % 1000}. " for number in range(24))
+    for minute in range(4):
+        server.chat(f"It is 2026-05-01 10:{minute + 11}. {rules}", max_tokens=2)
+    output = run(server, "--advice")
+    assert "A time at token" in output
+    assert "of all prompt time" in output
+    told = json.loads(run(server, "--advice", "--json"))
+    assert told["data"][0]["remedy"] in output
+    assert f"{told['num_requests']} requests of the last" in output
+
+
 def test_what_is_wrong_is_said(server: LocalServer) -> None:
     assert "No request of yours has that id" in run(server, "cmpl-nobody", status=2)
-    assert "three questions" in run(server, "cmpl-nobody", "--last", "2", status=2)
+    assert "four questions" in run(server, "cmpl-nobody", "--last", "2", status=2)
+    assert "four questions" in run(server, "--advice", "--worst", "2", status=2)
     process = start_cli("explain", "--url", "http://127.0.0.1:9", "x")
     output, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 2

@@ -31,6 +31,9 @@ def explain(  # noqa: PLR0913 - one parameter a flag
         int | None,
         typer.Option(min=1, max=_MOST, metavar="NUM", help="Those that computed most tokens which need not have been."),
     ] = None,
+    advice: Annotated[
+        bool, typer.Option("--advice", help="What cost most in the last hour, and what would help.")
+    ] = False,
     url: Annotated[str, typer.Option(help="Of the server.")] = "http://127.0.0.1:8000",
     api_key: Annotated[
         str | None, typer.Option(help="Whose requests: a client's key, or the admin's. Or $PAGEFOLD_ADMIN_API_KEY.")
@@ -39,10 +42,13 @@ def explain(  # noqa: PLR0913 - one parameter a flag
 ) -> None:
     """Say why tokens of a request were computed though there is a cache, and what it waited for."""
     try:
-        if sum(one is not None for one in (request_id, last, worst)) > 1:
-            msg = "ID, --last and --worst are three questions."
+        if sum(one is not None for one in (request_id, last, worst)) + advice > 1:
+            msg = "ID, --last, --worst and --advice are four questions."
             raise ConfigError(msg, remedy="Ask one of them.")
         server = RunningServer(url, api_key or environment_admin_key())
+        if advice:
+            _tell_advice(server.ask("/v1/advice", "list"), as_json=as_json)
+            return
         if request_id is not None:
             told = server.ask(f"/v1/explain/{quote(request_id, safe='')}", "explanation")
             explained = [told]
@@ -63,6 +69,23 @@ def explain(  # noqa: PLR0913 - one parameter a flag
     reach = told["reach"]["complete_for_s"]
     if reach is not None:
         typer.echo(f"Causes are complete for the last {reach:,.0f} s; what was forgotten had gone before.")
+
+
+def _tell_advice(told: dict[str, Any], *, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(told, indent=2))
+        return
+    num, num_tokens = told["num_requests"], told["computed_tokens"]
+    if not num:
+        typer.echo("No request has come in the last hour.")
+        return
+    since_s = f"{told['since_s']:,.0f} s"
+    typer.echo(f"{num:,} request{'' if num == 1 else 's'} of the last {since_s}: {_tokens(num_tokens)} computed.")
+    for one in told["data"]:
+        typer.echo(f"  {_shown(one['told'])}")
+        typer.echo(f"    {one['num_requests']:,} requests, {_tokens(one['tokens'])}. {one['remedy']}")
+    if not told["data"]:
+        typer.echo("  Nothing of that could be had from the cache.")
 
 
 def lines_of(explained: dict[str, Any]) -> Iterator[str]:

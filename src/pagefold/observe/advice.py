@@ -6,6 +6,7 @@ again behind the difference counts (``changing_part.py``): that two questions di
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
@@ -28,8 +29,8 @@ _LEAST_REQUESTS = 2
 _MOST = 10
 _NEAR = 32
 """Differences so many tokens apart are one place."""
-_MOST_COMPARED = 256
-"""Pairs of prompts that are compared whenever somebody asks; the rest is when he asks again."""
+_MOST_COMPARED, _MOST_A_SECOND = 256, 20
+"""Pairs of prompts that are compared at once, and in the long run: what is more is not looked at."""
 _MOST_KEPT = 4096
 _AROUND, _MOST_SHOWN = 8, 32
 """Tokens that are kept of a part that changes: on both sides of it, and of itself."""
@@ -139,6 +140,12 @@ class Adviser:
         self._ledger = ledger
         self._section_of = section_of
         self._changes: OrderedDict[int, Change | None] = OrderedDict()  # of requests that were compared, by number
+        self._lock = threading.Lock()
+        self._num_left, self._counted_s = float(_MOST_COMPARED), ledger.now_s()
+
+    def look(self, request_id: str) -> None:
+        """Look at a request that has ended, while its text and its nearest's are remembered."""
+        self._compare(self._ledger.records(request_id))
 
     def advise(self, is_seen: Callable[[RequestRecord], bool], within_s: float) -> Advice:
         """Return what costs most of those requests.
@@ -180,19 +187,28 @@ class Adviser:
 
     def _compare(self, records: Sequence[RequestRecord]) -> None:
         """Compare those with their nearest that have not been yet, the last ones first."""
-        num_left = _MOST_COMPARED
         for record in reversed(records):
-            if record.number in self._changes:
-                continue
             miss = next((miss for miss in record.misses or () if miss.difference is not None), None)
-            if miss is None:
+            if miss is None or record.number in self._changes:
                 continue
-            if not num_left:
-                break
-            num_left -= 1
-            self._changes[record.number] = self._change(record, miss)
-        while len(self._changes) > _MOST_KEPT:
-            self._changes.popitem(last=False)
+            if not self._may_compare():
+                return
+            change = self._change(record, miss)
+            with self._lock:
+                self._changes[record.number] = change
+                while len(self._changes) > _MOST_KEPT:
+                    self._changes.popitem(last=False)
+
+    def _may_compare(self) -> bool:
+        """Count another pair; whether that is not too many."""
+        now_s = self._ledger.now_s()
+        with self._lock:
+            earned = (now_s - self._counted_s) * _MOST_A_SECOND
+            self._num_left, self._counted_s = min(_MOST_COMPARED, self._num_left + earned), now_s
+            if self._num_left < 1:
+                return False
+            self._num_left -= 1
+            return True
 
     def _change(self, record: RequestRecord, miss: Miss) -> Change | None:
         """Return what changes between a request and its nearest; None where nothing comes again, or it is forgotten."""

@@ -66,6 +66,10 @@ class Advices:
         self._decode = decode
         self._adviser = Adviser(ledger, self._section)
 
+    def look(self, response_id: str) -> None:
+        """Look at a response that has ended."""
+        self._adviser.look(response_id)
+
     def advise(self, reader: Reader) -> dict[str, Any]:
         """Return what costs most of the last hour's requests that a reader may see, the worst first."""
 
@@ -128,7 +132,7 @@ class Advices:
         if place.is_reordered:
             return f"The same parts come in changing order from {where} on."
         kind = "A text" if texts is None else _kind(texts.around, texts.own)
-        shown = "" if texts is None else f": {_shown(texts.own)} here, {_shown(texts.other)} before"
+        shown = "" if texts is None else f": {_shown(texts.own)} here, {_shown(texts.other)} before, in {_shown(texts.around)}"
         return f"{kind} at {where} changes from request to request{shown}."
 
     def _texts(self, change: Change) -> _Texts | None:

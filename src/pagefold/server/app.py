@@ -66,13 +66,14 @@ def create_app(
     allow_origins(app, config)
     decode = partial(_text_of, client)
     explanations = Explanations(ledger, decode)
+    diagnoses = Diagnoses(explanations)
+    advices = Advices(ledger, diagnoses, decode)
     app.add_middleware(  # the last added is the outermost
-        RequestLog, count=metrics.count_response, explanations=explanations
+        RequestLog, count=metrics.count_response, explanations=explanations, on_end=advices.look
     )
     metrics.watch(client.status)
     served = Served(client, model_name, config.tool_call_parser, config.reasoning_parser)
     app.include_router(completion_routes(served))
-    diagnoses = Diagnoses(explanations)
     app.include_router(chat_routes(served, diagnoses))
     responses = ResponseStore(config.responses_store_bytes)
     metrics.watch_cache(responses.size)
@@ -80,7 +81,7 @@ def create_app(
     app.include_router(message_routes(served, diagnoses))
     app.include_router(tokenize_routes(served))
     app.include_router(cache_routes(Warmer(served, tenants_of(config))))
-    app.include_router(explain_routes(served, explanations, Advices(ledger, diagnoses, decode), config))
+    app.include_router(explain_routes(served, explanations, advices, config))
     app.include_router(model_routes(served))
     app.include_router(probe_routes(served, config, metrics))
     describe(app, config)

@@ -41,6 +41,10 @@ def attach_generation(scope: Scope, generation: Generation) -> None:
     scope.setdefault("state", {})["generation"] = generation
 
 
+def _ignore(_response_id: str) -> None:
+    pass
+
+
 class RequestLog:
     """ASGI middleware; the outermost, so that it sees every response.
 
@@ -52,14 +56,20 @@ class RequestLog:
         app: what it watches.
         count: told of each response: its route as the app declares it, or ``other``, and its status.
         explanations: told which response went by which id, and what was refused; None where nobody asks for that.
+        on_end: told which response has ended.
     """
 
     def __init__(
-        self, app: ASGIApp, count: Callable[[str, int], None], explanations: Explanations | None = None
+        self,
+        app: ASGIApp,
+        count: Callable[[str, int], None],
+        explanations: Explanations | None = None,
+        on_end: Callable[[str], None] = _ignore,
     ) -> None:
         self._app = app
         self._count = count
         self._explanations = explanations
+        self._on_end = on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, and log it when it has been answered."""
@@ -89,6 +99,9 @@ class RequestLog:
         finally:
             if self._explanations is not None:
                 _note(self._explanations, scope, request_id, status, error)
+            generation = scope.get("state", {}).get("generation")
+            if generation is not None:
+                self._on_end(generation.request_id)
             _write(scope, request_id, status, time.monotonic() - began)
 
 
