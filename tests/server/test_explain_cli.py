@@ -48,7 +48,15 @@ def test_a_request_is_told_in_lines_and_in_json(server: LocalServer) -> None:
     assert "".join(f"{line}\n" for line in lines_of(told)) == output
 
 
-def test_advice_is_told_in_lines_and_in_json(server: LocalServer) -> None:
+def test_advice_is_told_in_lines_and_in_json(tiny_chat_model: Path) -> None:
+    server = LocalServer(tiny_chat_model, kv_cache_memory_bytes=2**21)
+    try:
+        _check_advice(server)
+    finally:
+        server.close()
+
+
+def _check_advice(server: LocalServer) -> None:
     rules = "".join(f"Rule {number}: be kind to number {number * 7919 % 1000}. " for number in range(24))
     for minute in range(4):
         server.chat(f"It is 2026-05-01 10:{minute + 11}. {rules}", max_tokens=2)
