@@ -183,9 +183,11 @@ def test_sinks_move_apart_when_what_lies_behind_them_is_given_back(num_sinks, pu
     core = KVCore(40, block_size=4, rules=(KeepRule(6, num_sinks=num_sinks),), enable_prefix_caching=publishes)
     cache, _ = core.acquire(core.match(b"", packed([0]), 0))
     num_sink_blocks = -(-num_sinks // 4)
-    tokens, firsts = list(range(40)), []
+    tokens, firsts, held, bounds = list(range(40)), [], [], []
     for end in range(2, 40, 2):
+        bounds.append(cache.only_table.num_held + core.num_blocks_for(38, 2, cache))
         assert core.extend(cache, end - 2, end)
+        held.append(cache.only_table.num_held)
         promise = core.publishing.promise(cache, packed(tokens), end)
         if promise is not None:
             core.publishing.commit(promise)
@@ -196,10 +198,14 @@ def test_sinks_move_apart_when_what_lies_behind_them_is_given_back(num_sinks, pu
         assert bool(table.sink_ids) == bool(table.num_trimmed)
         most = core.rules[0].num_blocks_for(end, 2, 4)
         assert table.num_held <= most
-        assert core.num_blocks_for(end, 2, cache) == most - table.num_held
+        for later in (end, end + 2, end + 20):  # it takes what it lacks, and nothing that it has given back
+            lacking = -(-later // 4) - table.end
+            least = core.rules[0].num_blocks_for(later, 2, 4) - table.num_held
+            assert core.num_blocks_for(later, 2, cache) == min(least, lacking)
         kept = {at for at in range(table.end) if table.at(at) is not None}
         seen = {at // 4 for at in range(end) if at < num_sinks or at > end - 6}
         assert seen <= kept
+    assert all(max(held[step:]) <= bound for step, bound in enumerate(bounds)), "it takes no more than was expected"
     assert set(firsts) == {firsts[0]}, "the first block never moves"
     assert core.pool.blocks[firsts[0]].num_table_refs == 1
     num_active = core.num_active

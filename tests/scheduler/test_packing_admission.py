@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pagefold.events import ChunksPacked
+from pagefold.events import ChunksPacked, RequestPreempted
 from pagefold.kv import NO_MASK, KeepRule, KVCore, Packed, PinLimits, audit
 from pagefold.request import Request, StopRule, WarmUp
 from pagefold.sampling import SamplingParams
@@ -113,6 +113,25 @@ def test_admission_counts_no_more_than_such_a_step_takes():
         world.step()
         most = max(most, len(world.scheduler.running))
     assert most == 3
+
+
+def test_whoever_has_given_blocks_back_is_expected_to_take_no_others_for_them():
+    """What a request held whole and has packed since is no room that it takes yet: so many run as there is room for."""
+    world, running = World(800, 512, 5), []
+    for _ in range(2):  # it is known how much is kept
+        world.add(2000)
+        world.run()
+    world.core.forgetting.reset()
+    for _ in range(40):
+        world.add(1900, 100)
+    while world.scheduler.has_work:
+        world.step()
+        if world.scheduler.waiting:
+            running.append(len(world.scheduler.running))
+    holds = [-(-(num_tokens - 6 * CHUNK) // SIZE) + 6 * 5 for num_tokens in range(1900, 2000)]
+    steady = running[len(running) // 3 :]
+    assert sum(steady) / len(steady) > 0.85 * 800 / (sum(holds) / len(holds))
+    assert sum(isinstance(event, RequestPreempted) for event in world.events) <= 2
 
 
 @pytest.mark.parametrize("num_kept", [0, 9, 16])

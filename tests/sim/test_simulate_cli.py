@@ -85,10 +85,10 @@ def test_full_mode_tells_what_requests_met():
 
 
 def test_where_a_share_of_older_tokens_is_kept_more_run_at_once():
-    asked = "retrieval:num_requests=120,seed=1", "--policy", "lru", "--cache-tokens", "12k"
+    asked = "retrieval:num_requests=120,seed=1", "--policy", "lru", "--cache-tokens", "10k"
     running = [answer(*asked, *keep)["mean_running"] for keep in ((), ("--kv-keep", "0.5"), ("--kv-keep", "0.25"))]
-    assert running[1] > 1.1 * running[0]
-    assert running[2] > 1.2 * running[1]
+    assert running[1] > 1.5 * running[0]
+    assert running[2] > 1.3 * running[1]
 
 
 def test_tables_for_people():

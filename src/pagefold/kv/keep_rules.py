@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pagefold.kv.keep import KEEP_ALL, NO_MASK
+from pagefold.kv.table import num_blocks_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -68,21 +69,30 @@ class KeepRules:
     ) -> int:
         """Return the most blocks, of all groups, that a sequence of ``num_tokens`` holds at once.
 
+        Of one that has begun: how many more than it has. What it gave back already it does not take again, so these are
+        at most the blocks of tokens that it has no place for yet, and those that are granted for chunks on the way.
+
         Args:
             num_tokens: of the sequence.
             num_new: the most that one step computes of it.
             cache: what it has already; that is not counted.
             kept_share: that of :meth:`KeepRule.num_blocks_for`.
         """
+        if cache is None:
+            return sum(rule.num_blocks_for(num_tokens, num_new, self.block_size, kept_share) for rule in self._rules)
+        num_places = max(
+            0, num_blocks_for(num_tokens, self.block_size) - num_blocks_for(cache.capacity, self.block_size)
+        )
         num_blocks = 0
-        for group, rule in enumerate(self._rules):
-            num_held = cache.tables[group].num_held if cache is not None else 0
-            num_packed = 0
-            if cache is not None and rule.packs:  # what is packed fills what it fills
-                num_held += len(cache.granted)
+        for rule, table in zip(self._rules, cache.tables, strict=True):
+            num_held, num_packed, num_lacking = table.num_held, 0, num_places
+            if rule.packs:  # what is packed fills what it fills
                 num_packed = len(cache.chunks)
+                num_held += len(cache.granted)
+                num_due = max(0, rule.num_packed(num_tokens) - num_packed)
+                num_lacking += max(0, num_due * rule.chunk_blocks(self.block_size) - len(cache.granted))
             most = rule.num_blocks_for(num_tokens, num_new, self.block_size, kept_share, num_packed)
-            num_blocks += max(0, most - num_held)
+            num_blocks += min(max(0, most - num_held), num_lacking)
         return num_blocks
 
     def blocks_of(self, hit: PrefixHit) -> list[Block]:
