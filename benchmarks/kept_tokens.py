@@ -59,6 +59,8 @@ TOKEN_BYTES = 46_080
 """Of KV in float32."""
 AT_A_TIME = 4
 """Prompts of each kind that run together, where kinds are mixed."""
+_PATIENCE_S = 3600.0
+"""The last of those that are sent at once waits for all others."""
 ROOM_TO_ANSWER = 200
 """Tokens of an answer: so long that others are computed meanwhile, until memory is short."""
 ASKED_OF_DECODING = {SHORT: 0.70, LONG: 0.65}
@@ -266,7 +268,7 @@ def _blocks_of(num_tokens: int, share: float, *, packs: bool) -> float:
 
 async def _send(url: str, prompts: list[Prompt]) -> dict[str, Any]:
     """Send all prompts at once; return what ``usage`` tells of one of them."""
-    client = Client(url, ignore_eos=True)
+    client = Client(url, ignore_eos=True, timeout_s=_PATIENCE_S)
     await client.find_model()
     load = LoadSettings(max_concurrency=len(prompts))
     with Progress() as progress:

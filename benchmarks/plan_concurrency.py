@@ -25,8 +25,9 @@ from pagefold.config import EngineConfig, ServerConfig, cache_dir
 from pagefold.engine.build import build_engine
 from pagefold.engine.engine_thread import EngineThread
 from pagefold.engine.planning import plan_engine
-from pagefold.events import Event, StepApplied
+from pagefold.events import Event, StepApplied, fan_out
 from pagefold.hub.catalog import resolve
+from pagefold.observe.ledger import Ledger
 from pagefold.observe.metrics import Metrics
 from pagefold.plan import Device, PlanSettings, Question, Workload, draw_lengths, find_model, make_plan
 from pagefold.server import create_app
@@ -71,16 +72,17 @@ class Server:
 
     def __init__(self, config: EngineConfig) -> None:
         self.running: list[tuple[int, int]] = []
-        metrics = Metrics("served")
+        metrics, ledger = Metrics("served"), Ledger()
+        emit = fan_out(metrics.emit, ledger)
 
         def watch(event: Event) -> None:
-            metrics.emit(event)
+            emit(event)
             if isinstance(event, StepApplied):
                 self.running.append((event.num_running, event.num_waiting))
 
         self.client = EngineThread(build_engine(plan_engine(config), emit=watch))
         self.client.start()
-        app = create_app(self.client, model_name="served", config=ServerConfig(), metrics=metrics)
+        app = create_app(self.client, model_name="served", config=ServerConfig(), metrics=metrics, ledger=ledger)
         settings = uvicorn.Config(app, lifespan="off", log_config=None, ws="none", access_log=False)
         self._server = uvicorn.Server(settings)
         listener = socket.create_server(("127.0.0.1", 0))
