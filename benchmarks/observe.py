@@ -9,7 +9,10 @@
   with and without a ledger that listens, in pairs that change their order (ABBA). Process CPU time; output tokens a
   second of it, on over off, the median of the pairs; and what share of all CPU time is spent in the ledger itself.
 
-    python benchmarks/observe.py [--only causes|memory|cost] [--sessions 40] [--pairs 6] [--json FILE]
+* load, tenants: see ``benchmarks/observed_load.py``.
+
+    python benchmarks/observe.py [--only causes|load|tenants|memory|cost] [--sessions 40] [--pairs 6]
+        [--requests 10000] [--json FILE]
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from random import Random
 from time import process_time, thread_time
 from typing import TYPE_CHECKING
 
+from observed_load import measure_load, measure_tenants
 from report import Row, machine, parser, print_report
 from rich.progress import track
 
@@ -354,13 +358,18 @@ def measure_cost(num_pairs: int) -> list[Row]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure and report."""
     made = parser(__doc__)
-    made.add_argument("--only", choices=("causes", "memory", "cost"), help="a part of it")
+    made.add_argument("--only", choices=("causes", "load", "tenants", "memory", "cost"), help="a part of it")
     made.add_argument("--sessions", type=int, default=40, help="of planted causes")
+    made.add_argument("--requests", type=int, default=10_000, help="of two tenants; a fifth of them under load")
     made.add_argument("--pairs", type=int, default=6, help="of runs with and without")
     arguments = made.parse_args(argv)
     rows: list[Row] = []
     if arguments.only in (None, "causes"):
         rows += measure_causes(arguments.sessions)
+    if arguments.only in (None, "load"):
+        rows += measure_load(arguments.requests // 5)
+    if arguments.only in (None, "tenants"):
+        rows += measure_tenants(arguments.requests)
     if arguments.only in (None, "memory"):
         rows += measure_memory()
     if arguments.only in (None, "cost"):

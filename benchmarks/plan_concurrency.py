@@ -68,12 +68,17 @@ def tiny_model(folder: Path) -> Path:
 
 
 class Server:
-    """An engine behind HTTP in this process; counts who runs after each step."""
+    """An engine behind HTTP in this process; counts who runs after each step.
 
-    def __init__(self, config: EngineConfig) -> None:
+    Args:
+        config: of the engine.
+        door: of the server.
+    """
+
+    def __init__(self, config: EngineConfig, door: ServerConfig | None = None) -> None:
         self.running: list[tuple[int, int]] = []
-        metrics, ledger = Metrics("served"), Ledger()
-        emit = fan_out(metrics.emit, ledger)
+        metrics, self.ledger = Metrics("served"), Ledger()
+        emit = fan_out(metrics.emit, self.ledger)
 
         def watch(event: Event) -> None:
             emit(event)
@@ -82,7 +87,9 @@ class Server:
 
         self.client = EngineThread(build_engine(plan_engine(config), emit=watch))
         self.client.start()
-        app = create_app(self.client, model_name="served", config=ServerConfig(), metrics=metrics, ledger=ledger)
+        app = create_app(
+            self.client, model_name="served", config=door or ServerConfig(), metrics=metrics, ledger=self.ledger
+        )
         settings = uvicorn.Config(app, lifespan="off", log_config=None, ws="none", access_log=False)
         self._server = uvicorn.Server(settings)
         listener = socket.create_server(("127.0.0.1", 0))
