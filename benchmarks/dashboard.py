@@ -1,13 +1,13 @@
 """What the dashboard costs who looks at it: first paint, and bytes a minute, in a headless Chromium.
 
 * first paint: the time from the navigation's start to the first contentful paint, as the browser's own entries of
-  ``performance`` say (Paint Timing). The dashboard's page beside a page of one word, both from the same server and in the
-  same browser, each in a context of its own (nothing is cached), alternating; medians. The server has had ten minutes of
-  requests, in virtual time, so that its answers are as large as they get.
+  ``performance`` say (Paint Timing). The dashboard's page beside a page of one word, both from the same server and in
+  the same browser, each in a context of its own (nothing is cached), alternating; medians. The server has had ten
+  minutes of requests, in virtual time, so that its answers are as large as they get.
 * bytes: what came over the network in the first minute, heads included; the page itself and all that it asked for.
 
-It drives the browser as the tests of the page do (tests/server/chromium.py) and needs one: ``apt-get install chromium``.
-Without one it says so, and measures nothing.
+It drives the browser as the tests of the page do (tests/server/chromium.py), and needs one (``apt-get install
+chromium``). Without one it says so, and measures nothing.
 
     python benchmarks/dashboard.py [--repeats 20] [--seconds 60] [--json FILE]
 """

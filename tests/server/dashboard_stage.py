@@ -32,6 +32,7 @@ from pagefold.sim.null_runner import NullRunner
 if TYPE_CHECKING:
     import socket
     from array import array
+    from collections.abc import Callable
 
     from pagefold.events import Event
 
@@ -70,6 +71,10 @@ ADVICE: dict[str, Any] = {
     ],
 }
 """What ``/v1/advice`` answers, in form."""
+
+
+def _says(answer: Any) -> Callable[[], Any]:
+    return lambda: answer
 
 
 class _Watched(LateEngine):
@@ -123,7 +128,7 @@ class Stage:
             overview=overview,
         )
         for path, answer in (routes or {}).items():
-            self.app.add_api_route(path, lambda answer=answer: answer)
+            self.app.add_api_route(path, _says(answer), response_model=None)
         self._server = uvicorn.Server(http_settings(self.app, config, metrics.count_response))
         listener: socket.socket = listen("127.0.0.1", 0)
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [listener]}, daemon=True)
