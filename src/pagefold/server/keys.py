@@ -23,7 +23,7 @@ __all__ = ["OPEN_PATHS", "TRAFFIC_PATHS", "Keys", "Lock", "Locks", "account_of",
 
 _ADMIN_PATHS = frozenset({"/reset_prefix_cache", "/server_info", "/v1/dashboard"})
 _ADMIN_PREFIX = "/v1/cache/"
-_OPEN_WITHOUT_KEYS = frozenset({"/server_info", "/v1/dashboard"})
+_OPEN_WITHOUT_KEYS = frozenset({"/server_info", "/v1/dashboard", "/v1/cache/whatif"})
 
 TRAFFIC_PATHS = frozenset({"/metrics", "/load"})
 """Paths that show what all tenants do together."""

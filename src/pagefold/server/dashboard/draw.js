@@ -155,9 +155,8 @@ const draw = (() => {
       const empty = colour("free");
       const sums = made.map((counts) => counts.reduce((sum, count) => sum + (count ?? 0), 0));
       const top = this.top || Math.max(1, ...sums);
-      this.from.textContent = `${seconds(this.series[0].counts.length * this.pieceS)} ago${
-        this.top ? "" : ` · highest ${num(top)} ${this.unit} in ${seconds(group * this.pieceS)}`
-      }`;
+      const highest = this.top ? "" : ` · highest ${num(top)} ${this.unit} in ${num(group * this.pieceS)} s`;
+      this.from.textContent = `${ago(this.series[0].counts.length * this.pieceS)}${highest}`;
       const gap = Math.min(1, step / 5);
       made.forEach((counts, column) => {
         const left = column * step;
