@@ -64,7 +64,7 @@ def test_it_tells_what_requests_did(small: LocalServer) -> None:
     assert sum(after["output_tokens"]) == 8
     device = after["tiers"][0]
     assert device["now"]["held"] == 0
-    assert device["now"]["cached"] == device["series"]["cached"][-1] > 6
+    assert device["now"]["cached"] == device["series"]["cached"][-1] >= 6
     assert sum(device["now"].values()) == device["num_blocks"] == 40
     (prefix,) = after["prefixes"]
     assert (prefix["blocks"], prefix["tokens"], prefix["finds"], prefix["is_cached"]) == (6, 96, 1, True)
