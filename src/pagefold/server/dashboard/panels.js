@@ -235,6 +235,7 @@ const panels = (() => {
   }
 
   function show(told, ask) {
+    $("main").classList.remove("waits");
     $("model").textContent = told.model;
     document.title = `Pagefold ${told.model}`;
     $("about").textContent = `Pagefold ${told.version}${told.is_whole ? "" : "; it stopped counting after a failure: see the server's log"}`;
