@@ -37,8 +37,8 @@ const draw = (() => {
     return made;
   }
 
-  const whole = new Intl.NumberFormat("en");
-  const num = (value) => whole.format(Math.round(value));
+  let whole = null; // it takes long to make, so it is made when it is first needed
+  const num = (value) => (whole ??= new Intl.NumberFormat("en")).format(Math.round(value));
   const percent = (share) => `${(100 * share).toFixed(share > 0 && share < 0.1 ? 1 : 0)} %`;
 
   function seconds(s) {

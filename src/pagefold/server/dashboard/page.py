@@ -31,15 +31,18 @@ class PageFile(NamedTuple):
 
 @cache
 def dashboard_page() -> PageFile:
-    """Return the page. Style and scripts are named in its policy by their digests (CSP level 3, ``'sha256-...'``)."""
+    """Return the page. Style and script are named in its policy by their digests (CSP level 3, ``'sha256-...'``).
+
+    The script is a module: browsers put it off until the page is parsed, and may paint it meanwhile.
+    """
     style = _text(_STYLE)
-    scripts = [_text(name) for name in _SCRIPTS]
+    script = "".join(map(_text, _SCRIPTS))
     html = _text("dashboard.html").replace("<!-- style -->", f"<style>{style}</style>")
-    html = html.replace("<!-- scripts -->", "".join(f"<script>{script}</script>" for script in scripts))
+    html = html.replace("<!-- scripts -->", f'<script type="module">{script}</script>')
     policy = {
         "default-src": "'none'",
         "style-src": _digest(style),
-        "script-src": " ".join(map(_digest, scripts)),
+        "script-src": _digest(script),
         "connect-src": "'self'",
         "img-src": "data:",
         "base-uri": "'none'",

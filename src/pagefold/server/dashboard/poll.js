@@ -9,10 +9,10 @@
   let isPaused = false;
   let number = 0;
 
-  const kept = (store, name) => { try { return store.getItem(name); } catch { return null; } };
-  const keep = (store, name, value) => { try { store.setItem(name, value); } catch { /* then it is asked again */ } };
-  const drop = (store, name) => { try { store.removeItem(name); } catch { /* it was never kept */ } };
-  let key = kept(sessionStorage, KEY);
+  const kept = (store, name) => { try { return window[store].getItem(name); } catch { return null; } };
+  const keep = (store, name, value) => { try { window[store].setItem(name, value); } catch { /* then it is asked again */ } };
+  const drop = (store, name) => { try { window[store].removeItem(name); } catch { /* it was never kept */ } };
+  let key = null;
 
   function say(text, kind = "") {
     const state = $("state");
@@ -28,7 +28,7 @@
   }
 
   function askForKey(message) {
-    drop(sessionStorage, KEY);
+    drop("sessionStorage", KEY);
     key = null;
     $("asks-key").hidden = false;
     $("key-why").textContent = message;
@@ -89,7 +89,7 @@
     event.preventDefault();
     key = $("key").value.trim();
     $("key").value = "";
-    keep(sessionStorage, KEY, key);
+    keep("sessionStorage", KEY, key);
     again();
   });
   $("pause").addEventListener("click", () => {
@@ -106,14 +106,24 @@
     if (theme === "auto") delete document.documentElement.dataset.theme;
     else document.documentElement.dataset.theme = theme;
     $("theme").querySelector("span").textContent = theme;
-    keep(localStorage, "pagefold-theme", theme);
+    keep("localStorage", "pagefold-theme", theme);
     panels.redraw();
   }
   $("theme").addEventListener("click", () => use(themes[(themes.indexOf(document.documentElement.dataset.theme ?? "auto") + 1) % 3]));
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => panels.redraw());
-  const theme = kept(localStorage, "pagefold-theme");
+  const theme = kept("localStorage", "pagefold-theme");
   if (themes.includes(theme) && theme !== "auto") use(theme);
 
-  // The page is painted first.
-  requestAnimationFrame(() => setTimeout(poll, 0));
+  // The page is painted first: what is drawn in it would only hold that up.
+  let hasBegun = false;
+  function begin() {
+    if (hasBegun) return;
+    hasBegun = true;
+    key = kept("sessionStorage", KEY);
+    poll();
+  }
+  new PerformanceObserver((list) => {
+    if (list.getEntriesByName("first-contentful-paint").length) begin();
+  }).observe({ type: "paint", buffered: true });
+  setTimeout(begin, 500); // where a browser tells no paints
 })();
