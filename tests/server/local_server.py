@@ -26,6 +26,7 @@ from pagefold.events import fan_out
 from pagefold.kv import audit
 from pagefold.observe.ledger import Ledger
 from pagefold.observe.metrics import Metrics
+from pagefold.observe.overview import Overview
 from pagefold.observe.recorder import TraceRecorder
 from pagefold.server import create_app
 from pagefold.server.connection import http_settings
@@ -213,7 +214,8 @@ class LocalServer(AnyServer):
         config = EngineConfig(model=str(folder), dtype="float64", attention_backend="reference", threads=1, **settings)
         blueprint = plan_engine(config)
         self.ledger = Ledger(is_on=(door or {}).get("enable_explain", True))
-        emit = fan_out(metrics.emit, self.ledger)
+        self.overview = Overview(self.ledger)
+        emit = fan_out(metrics.emit, self.ledger, self.overview)
         self.recorder = None if record_trace is None else TraceRecorder(record_trace, time.monotonic)
         if self.recorder is not None:
             self.recorder.begin(config, blueprint.capacity.num_blocks, blueprint.capacity.num_host_blocks)
@@ -225,7 +227,14 @@ class LocalServer(AnyServer):
         self.client = EngineThread(self.engine, max_requests=max_requests)
         self.client.start()
         config = ServerConfig(**{"max_body_bytes": 2**20} | (door or {}))
-        self.app = create_app(self.client, model_name=self.model, config=config, metrics=metrics, ledger=self.ledger)
+        self.app = create_app(
+            self.client,
+            model_name=self.model,
+            config=config,
+            metrics=metrics,
+            ledger=self.ledger,
+            overview=self.overview,
+        )
         self._server = uvicorn.Server(http_settings(self.app, config, metrics.count_response))
         listener = listen("127.0.0.1", 0)
         if send_buffer_bytes is not None:  # connections inherit it: of what a client does not read, little goes to it

@@ -46,11 +46,14 @@ POSTS = [
     "/v1/explain",
     "/v1/cache/warm",
 ]
-GETS = ["/v1/models", "/v1/models/{model_id}", "/version", "/health", "/ping", "/ready", "/load", "/metrics"]
+GETS = [
+    *("/v1/models", "/v1/models/{model_id}", "/version", "/health", "/ping", "/ready", "/load", "/metrics"),
+    "/dashboard",
+]
 EXPLAINED = "/v1/explain/{request_id}"
 ADVICE = "/v1/advice"
 STORED = "/v1/responses/{response_id}"
-ADMINS = ["/reset_prefix_cache", "/server_info", "/v1/cache/pins", "/v1/cache/pins/{pin_id}"]
+ADMINS = ["/reset_prefix_cache", "/server_info", "/v1/dashboard", "/v1/cache/pins", "/v1/cache/pins/{pin_id}"]
 
 
 @pytest.fixture(scope="module")

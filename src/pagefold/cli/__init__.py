@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from pagefold import __version__
-from pagefold.cli import bench, cache, calibrate, demo, evaluate, explain, models, plan, serve, simulate, warm
+from pagefold.cli import bench, cache, calibrate, demo, evaluate, explain, models, plan, serve, simulate, top, warm
 
 __all__ = ["app"]
 
@@ -21,6 +21,7 @@ app = typer.Typer(
 app.command("serve")(serve.serve)
 app.command("warm")(warm.warm)
 app.command("explain")(explain.explain)
+app.command("top")(top.top)
 app.add_typer(models.app, name="models")
 app.add_typer(cache.app, name="cache")
 app.command("eval")(evaluate.evaluate)

@@ -29,6 +29,8 @@ class EngineStatus:
         tiers_fast: of each slow tier whether it is thought to bring a block sooner than the block is computed.
         is_healthy: False after a failure that the engine does not survive.
         num_deferred: how many of those that wait could not run yet: slow tiers bring their blocks.
+        num_idle_pinned_blocks: how many of the cached ones pins keep.
+        num_host_blocks, num_held_host_blocks: of the host's memory: all, and those that are found there.
         caches: what else is kept, each with its bound.
     """
 
@@ -45,6 +47,9 @@ class EngineStatus:
     tiers_fast: Mapping[str, bool] = field(default_factory=dict)
     is_healthy: bool = True
     num_deferred: int = 0
+    num_idle_pinned_blocks: int = 0
+    num_host_blocks: int = 0
+    num_held_host_blocks: int = 0
     caches: tuple[CacheSize, ...] = ()
 
     @property
@@ -69,6 +74,9 @@ class EngineStatus:
             num_cached_blocks=core.pool.num_cached,
             num_blocks=core.pool.num_blocks,
             num_pinned_blocks=core.pins.num_blocks,
+            num_idle_pinned_blocks=core.pool.num_pinned,
+            num_host_blocks=core.host.blocks.num_blocks,
+            num_held_host_blocks=core.host.blocks.num_held,
             num_wasted_slots=num_wasted_slots,
             kv_waste=min(1.0, num_wasted_slots / max(1, core.num_active * core.block_size)),
             num_unsaved_blocks=len(slow.host.blocks.unsaved),

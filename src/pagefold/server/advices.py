@@ -132,7 +132,11 @@ class Advices:
         if place.is_reordered:
             return f"The same parts come in changing order from {where} on."
         kind = "A text" if texts is None else _kind(texts.around, texts.own)
-        shown = "" if texts is None else f": {_shown(texts.own)} here, {_shown(texts.other)} before, in {_shown(texts.around)}"
+        shown = (
+            ""
+            if texts is None
+            else f": {_shown(texts.own)} here, {_shown(texts.other)} before, in {_shown(texts.around)}"
+        )
         return f"{kind} at {where} changes from request to request{shown}."
 
     def _texts(self, change: Change) -> _Texts | None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from fastapi import FastAPI
 
 from pagefold import __version__
+from pagefold.observe.overview import Overview
 from pagefold.server.advices import Advices
 from pagefold.server.anthropic import AnthropicErrors, message_routes
 from pagefold.server.body_checker import BodyChecker
@@ -15,6 +16,7 @@ from pagefold.server.body_limit import BodyLimit
 from pagefold.server.cache import cache_routes
 from pagefold.server.chat import chat_routes
 from pagefold.server.completions import completion_routes
+from pagefold.server.dashboard import dashboard_routes
 from pagefold.server.description import describe
 from pagefold.server.diagnoses import Diagnoses
 from pagefold.server.errors import add_error_handlers
@@ -43,8 +45,14 @@ if TYPE_CHECKING:
 __all__ = ["create_app"]
 
 
-def create_app(
-    client: EngineClient, *, model_name: str, config: ServerConfig, metrics: Metrics, ledger: Ledger
+def create_app(  # noqa: PLR0913 - the parts that it puts together, by name
+    client: EngineClient,
+    *,
+    model_name: str,
+    config: ServerConfig,
+    metrics: Metrics,
+    ledger: Ledger,
+    overview: Overview | None = None,
 ) -> FastAPI:
     """Return the ASGI app that serves ``client``.
 
@@ -54,6 +62,7 @@ def create_app(
         config: of the door.
         metrics: what ``/metrics`` shows; the engine's events must go to its ``emit``.
         ledger: what ``/v1/explain`` tells of; they must go to it too.
+        overview: what the dashboard shows; they must go to it behind the ledger. None for one that hears nothing.
     """
     app = FastAPI(title="Pagefold", version=__version__, redirect_slashes=False)
     app.state.checker = BodyChecker(config.max_body_bytes)  # for every CheckedRoute
@@ -72,6 +81,8 @@ def create_app(
         RequestLog, count=metrics.count_response, explanations=explanations, on_end=advices.look
     )
     metrics.watch(client.status)
+    overview = overview or Overview(ledger)
+    overview.watch(client.status)
     served = Served(client, model_name, config.tool_call_parser, config.reasoning_parser)
     app.include_router(completion_routes(served))
     app.include_router(chat_routes(served, diagnoses))
@@ -82,6 +93,7 @@ def create_app(
     app.include_router(tokenize_routes(served))
     app.include_router(cache_routes(Warmer(served, tenants_of(config))))
     app.include_router(explain_routes(served, explanations, advices, config))
+    app.include_router(dashboard_routes(model_name, config, overview))
     app.include_router(model_routes(served))
     app.include_router(probe_routes(served, config, metrics))
     describe(app, config)

@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 __all__ = ["OPEN_PATHS", "TRAFFIC_PATHS", "Keys", "Lock", "Locks", "account_of", "is_for_admin"]
 
-_ADMIN_PATHS = frozenset({"/reset_prefix_cache", "/server_info"})
+_ADMIN_PATHS = frozenset({"/reset_prefix_cache", "/server_info", "/v1/dashboard"})
 _ADMIN_PREFIX = "/v1/cache/"
-_OPEN_WITHOUT_KEYS = frozenset({"/server_info"})
+_OPEN_WITHOUT_KEYS = frozenset({"/server_info", "/v1/dashboard", "/v1/cache/whatif"})
 
 TRAFFIC_PATHS = frozenset({"/metrics", "/load"})
 """Paths that show what all tenants do together."""
 
-OPEN_PATHS = frozenset({"/health", "/ping", "/ready", "/version", "/docs", "/openapi.json"})
-"""Without a key: what probes ask."""
+OPEN_PATHS = frozenset({"/health", "/ping", "/ready", "/version", "/docs", "/openapi.json", "/dashboard"})
+"""Without a key: what probes ask, and pages that hold no data."""
 
 _NOBODY = Account(key="")
 """Who brings no key, or one that no key file names."""

@@ -17,6 +17,7 @@ from pagefold.events import fan_out
 from pagefold.memory.native import have_few_arenas
 from pagefold.observe.ledger import Ledger
 from pagefold.observe.metrics import Metrics
+from pagefold.observe.overview import Overview
 from pagefold.server.app import create_app
 from pagefold.server.connection import http_settings
 from pagefold.server.late_engine import LateEngine
@@ -87,6 +88,7 @@ class ServerProcess:
         self._on_ready = on_ready
         self._metrics = Metrics(model_name)
         self._ledger = Ledger(is_on=config.enable_explain)
+        self._overview = Overview(self._ledger)
         self._late = LateEngine()
         self._starter: threading.Thread | None = None
         self._engine: EngineThread | None = None
@@ -94,7 +96,14 @@ class ServerProcess:
         self._is_ending = False
         self._exit_code = 0
         self._tasks: set[asyncio.Task[None]] = set()
-        app = create_app(self._late, model_name=model_name, config=config, metrics=self._metrics, ledger=self._ledger)
+        app = create_app(
+            self._late,
+            model_name=model_name,
+            config=config,
+            metrics=self._metrics,
+            ledger=self._ledger,
+            overview=self._overview,
+        )
         self._bodies: BodyChecker = app.state.checker
         self._server = _Server(
             http_settings(
@@ -139,7 +148,7 @@ class ServerProcess:
         """Start the engine; on a thread of its own."""
         engine: Engine | BaseException
         try:
-            engine = self._start_engine(fan_out(self._metrics.emit, self._ledger))
+            engine = self._start_engine(fan_out(self._metrics.emit, self._ledger, self._overview))
         except BaseException as error:  # noqa: BLE001 - raised again by run
             engine = error
         with contextlib.suppress(RuntimeError):  # the loop has closed: nobody waits for it

@@ -28,8 +28,8 @@ _log = logging.getLogger("pagefold.request")
 
 _HEADER = "x-request-id"
 _SANE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
-_QUIET_PATHS = frozenset({"/health", "/ping", "/ready", "/load", "/metrics"})
-"""What probes ask all day: logged with ``debug``, whatever the answer."""
+_QUIET_PATHS = frozenset({"/health", "/ping", "/ready", "/load", "/metrics", "/v1/dashboard"})
+"""What probes and dashboards ask all day: logged with ``debug``, whatever the answer."""
 
 _OTHER_ROUTE = "other"
 _MOST_ERROR_BYTES = 2**14
