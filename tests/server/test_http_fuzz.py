@@ -48,6 +48,7 @@ POSTS = [
 ]
 GETS = ["/v1/models", "/v1/models/{model_id}", "/version", "/health", "/ping", "/ready", "/load", "/metrics"]
 EXPLAINED = "/v1/explain/{request_id}"
+WHATIF = "/v1/cache/whatif"
 STORED = "/v1/responses/{response_id}"
 ADMINS = ["/reset_prefix_cache", "/server_info", "/v1/cache/pins", "/v1/cache/pins/{pin_id}"]
 
@@ -138,7 +139,7 @@ def test_small_routes_answer_as_described(short, description, path):
     assert send(short, description, path, GenerationMode.POSITIVE, 10)
 
 
-@pytest.mark.parametrize("path", ["/v1/explain", EXPLAINED])
+@pytest.mark.parametrize("path", ["/v1/explain", EXPLAINED, WHATIF])
 def test_explanations_answer_as_described(short, description, path):
     assert send(short, description, path, GenerationMode.POSITIVE, 10, method="get")
 
@@ -148,7 +149,7 @@ def test_stored_responses_answer_as_described(short, description, method):
     assert send(short, description, STORED, GenerationMode.POSITIVE, 10, method=method)
 
 
-@pytest.mark.parametrize("path", [*POSTS, *GETS, *ADMINS, STORED, EXPLAINED])
+@pytest.mark.parametrize("path", [*POSTS, *GETS, *ADMINS, STORED, EXPLAINED, WHATIF])
 def test_other_methods_and_no_keys_are_refused(short, description, path):
     """As the description says which are open."""
     methods = list(description["paths"][path])
@@ -164,4 +165,4 @@ def test_other_methods_and_no_keys_are_refused(short, description, path):
 
 
 def test_every_route_is_here(description):
-    assert set(description["paths"]) == {*POSTS, *GETS, *ADMINS, STORED, EXPLAINED}
+    assert set(description["paths"]) == {*POSTS, *GETS, *ADMINS, STORED, EXPLAINED, WHATIF}

@@ -29,6 +29,7 @@ from pagefold.server.responses import ResponseStore, response_routes
 from pagefold.server.served import Served
 from pagefold.server.tokenize import tokenize_routes
 from pagefold.server.warming import Warmer, tenants_of
+from pagefold.server.whatif import whatif_routes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -51,7 +52,7 @@ def create_app(
         model_name: what clients call the model.
         config: of the door.
         metrics: what ``/metrics`` shows; the engine's events must go to its ``emit``.
-        ledger: what ``/v1/explain`` tells of; they must go to it too.
+        ledger: what ``/v1/explain`` and ``/v1/cache/whatif`` tell of; they must go to it too.
     """
     app = FastAPI(title="Pagefold", version=__version__, redirect_slashes=False)
     app.state.checker = BodyChecker(config.max_body_bytes)  # for every CheckedRoute
@@ -77,6 +78,7 @@ def create_app(
     app.include_router(tokenize_routes(served))
     app.include_router(cache_routes(Warmer(served, tenants_of(config))))
     app.include_router(explain_routes(served, explanations, config))
+    app.include_router(whatif_routes(ledger.uses, config))
     app.include_router(model_routes(served))
     app.include_router(probe_routes(served, config, metrics))
     describe(app, config)

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ContextLengthError",
     "ExplanationNotFoundError",
+    "NoCurveError",
     "PreviousResponseError",
     "ResponseNotFoundError",
     "Shown",
@@ -68,6 +69,10 @@ class ExplanationNotFoundError(PagefoldError):
     """No request of that id is remembered for who asks."""
 
 
+class NoCurveError(PagefoldError):
+    """There is nothing of which a curve could be made."""
+
+
 class PreviousResponseError(InvalidRequestError):
     """A request goes on from a response that is not stored for who asks."""
 
@@ -99,6 +104,7 @@ _FORMS: dict[type[Exception], _Form] = {
     UnknownModelError: _Form(404, "invalid_request_error", "model_not_found"),
     ResponseNotFoundError: _Form(404, "invalid_request_error", "response_not_found"),
     ExplanationNotFoundError: _Form(404, "invalid_request_error", "request_not_found"),
+    NoCurveError: _Form(404, "invalid_request_error", "no_curve"),
     EngineStoppedError: _Form(503, "service_unavailable_error", "engine_unavailable"),
     PinQuotaError: _Form(409, "invalid_request_error", "pin_quota_exceeded"),
     QueueFullError: _Form(429, "rate_limit_error", "queue_full"),

@@ -23,6 +23,8 @@ __all__ = ["OPEN_PATHS", "TRAFFIC_PATHS", "Keys", "Lock", "Locks", "account_of",
 
 _ADMIN_PATHS = frozenset({"/reset_prefix_cache", "/server_info"})
 _ADMIN_PREFIX = "/v1/cache/"
+_CLIENT_PATHS = frozenset({"/v1/cache/whatif"})
+"""Paths behind that prefix of which everybody sees his own."""
 _OPEN_WITHOUT_KEYS = frozenset({"/server_info"})
 
 TRAFFIC_PATHS = frozenset({"/metrics", "/load"})
@@ -37,7 +39,7 @@ _NOBODY = Account(key="")
 
 def is_for_admin(path: str) -> bool:
     """Whether a path asks for the admin key, where there are keys."""
-    return path in _ADMIN_PATHS or path.startswith(_ADMIN_PREFIX)
+    return path in _ADMIN_PATHS or (path.startswith(_ADMIN_PREFIX) and path not in _CLIENT_PATHS)
 
 
 @dataclass(frozen=True, slots=True)
