@@ -5,11 +5,17 @@
   small, a pin that expires, a reset, requests that come together. Of each request that was to miss for a cause, whether
   most of what it computed is told with that one; and of all tokens that were computed, how many have exactly one.
 * memory: what Python takes for a ledger that is full, by entry: of 20,000 blocks, and four times as many that are gone.
+* curves: a trace's prompts through the real scheduler with a ledger that listens, one by one, and the live curve of
+  ``/v1/cache/whatif`` against exact replays of the same prompts through the real cache, LRU, at 8 sizes; and what ghosts of
+  other policies say against replays with those, at 4 sizes. mooncake_conversation.jsonl (12,031 requests, blocks of 512)
+  from the folder $PAGEFOLD_TRACES, else ../shared/traces beside the repository, or generated conversations without it;
+  and a generated workload (blocks of 64). Blocks that are not full count nowhere. Further traces can be named.
 * cost: SmolLM2-135M-Instruct, 16 requests of 256 tokens which get 32 each, half of each prompt shared; the same engine
-  with and without a ledger that listens, in pairs that change their order (ABBA). Process CPU time; output tokens a
+  with and without a ledger that listens, and keeps what curves are made of, in pairs that change their order (ABBA). Process CPU time; output tokens a
   second of it, on over off, the median of the pairs; and what share of all CPU time is spent in the ledger itself.
 
-    python benchmarks/observe.py [--only causes|memory|cost] [--sessions 40] [--pairs 6] [--json FILE]
+    python benchmarks/observe.py [--only causes|memory|curves|cost] [--sessions 40] [--pairs 6] [--traces FILE ...]
+        [--json FILE]
 """
 
 from __future__ import annotations
@@ -18,6 +24,8 @@ import gc
 import statistics
 import tracemalloc
 from array import array
+from dataclasses import replace
+from pathlib import Path
 from random import Random
 from time import process_time, thread_time
 from typing import TYPE_CHECKING
@@ -29,20 +37,29 @@ from pagefold.config import EngineConfig
 from pagefold.events import CacheConfigured, PrefixLookup, RequestAdded, RequestFinished, fan_out, ignore
 from pagefold.kv import KVCore, Namespace, make_policy
 from pagefold.observe.ledger import GHOSTS_PER_BLOCK, MAX_BYTES_PER_ENTRY, Ledger
+from pagefold.observe.whatif import TIMES, ghost_ratios, lru_curve_of, other_policies
 from pagefold.request import Request, StopRule, WarmUp
 from pagefold.sampling import SamplingParams
 from pagefold.scheduler import Scheduler, SchedulerLimits
-from pagefold.sim import NullRunner
+from pagefold.sim import NullRunner, replay_cache_only
 from pagefold.sim.clock import VirtualClock
+from pagefold.sim.curves import lru_curve
+from pagefold.sim.traces import parse_workload, read_trace, traces_folder
+from pagefold.sim.traces.tokens import IdTokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pagefold.events import Event
+    from pagefold.observe.block_uses import Told
+    from pagefold.sim.traces import Trace
 
 BLOCK_SIZE = 16
 NS = Namespace("m", "l", "d")
 ASKED_OF_CPU = 0.99
+ASKED_OF_CURVE = 0.01
+TRACE, TRACE_BLOCK = "mooncake_conversation.jsonl", 512
+GENERATED, GENERATED_BLOCK = ("chat:num_chats=2500", "agents:num_tasks=700"), 64
 NUM_PROMPT_TOKENS, NUM_SHARED_TOKENS, NUM_OUTPUT_TOKENS, NUM_REQUESTS = 256, 128, 32, 16
 
 
@@ -277,6 +294,96 @@ def measure_memory() -> list[Row]:
     return [Row(what, asked, f"{got:.1f} bytes", got <= MAX_BYTES_PER_ENTRY, {"bytes": got})]
 
 
+def the_traces(named: Sequence[Path]) -> list[tuple[Trace, int]]:
+    """Return traces, each with the tokens of a block: those that are named, or two."""
+    if named:
+        return [(read_trace(path), TRACE_BLOCK) for path in named]
+    folder = traces_folder()
+    first = parse_workload(GENERATED[0]).trace(TRACE_BLOCK) if folder is None else read_trace(folder / TRACE)
+    return [(first, TRACE_BLOCK), (parse_workload(GENERATED[1]).trace(GENERATED_BLOCK), GENERATED_BLOCK)]
+
+
+def listened(trace: Trace, block_size: int, num_blocks: int) -> Told:
+    """Return what a ledger has noted of a trace's prompts, which a scheduler has served one by one."""
+    longest = max(request.prompt_tokens for request in trace.requests)
+    clock = VirtualClock()
+    ledger = Ledger(clock)
+    ledger(CacheConfigured({}, num_blocks, block_size, "lru"))
+    core = KVCore(num_blocks + longest // block_size + 2, block_size=block_size, policy=make_policy("lru"), emit=ledger)
+    scheduler = Scheduler(core, SchedulerLimits(1, longest + 1), emit=ledger)
+    runner, made = NullRunner(), IdTokens()
+    how = SamplingParams(temperature=0.0, max_tokens=1)
+    for index, request in enumerate(track(trace.requests, f"{trace.name}, live")):
+        tokens = made.prompt(index, request)
+        stop = StopRule(frozenset(), len(tokens) + 1)
+        scheduler.add(Request(f"r{index}", tokens, how, stop=stop, namespace=NS.key(), arrival_s=clock(), seed=index))
+        while scheduler.has_work:
+            plan = scheduler.schedule(clock())
+            clock.advance(0.05)
+            scheduler.apply(runner.run(plan))
+    assert not ledger.has_failed
+    assert not ledger.uses.has_failed
+    return ledger.uses.told(None)
+
+
+class Exact:
+    """What a trace's prompts find in the real cache, in full blocks."""
+
+    def __init__(self, trace: Trace, block_size: int) -> None:
+        cut = [replace(one, prompt_tokens=one.prompt_tokens // block_size * block_size) for one in trace.requests]
+        self._requests = [one for one in cut if one.prompt_tokens]
+        self._block_size = block_size
+        num_tokens = sum(one.prompt_tokens for one in trace.requests)
+        self._share = sum(one.prompt_tokens for one in self._requests) / num_tokens
+        self.num_blocks = lru_curve(self._requests, block_size=block_size).num_blocks
+
+    def ratio(self, policy: str, num_blocks: int) -> float:
+        """Return the share of all prompt tokens that a policy finds with so many blocks."""
+        size = self._block_size
+        found = replay_cache_only(self._requests, policy=policy, block_size=size, cache_tokens=num_blocks * size)
+        return self._share * found.token_hit_ratio
+
+
+def measure_curves(named: Sequence[Path]) -> list[Row]:
+    """Return how far live curves are from exact ones."""
+    return [row for trace, block_size in the_traces(named) for row in measure_curve(trace, block_size)]
+
+
+def measure_curve(trace: Trace, block_size: int) -> list[Row]:
+    """Return how far the live curve and the ghosts of one trace are from exact ones; the device has 1/16 of it."""
+    exact = Exact(trace, block_size)
+    device = exact.num_blocks // 16
+    told = listened(trace, block_size, device)
+    assert not told.uses.num_warm, "the trace is too long for its log: what was forgotten cannot be compared"
+    begin = process_time()
+    curve = lru_curve_of(told.uses, block_size)
+    curve_s = process_time() - begin
+    begin = process_time()
+    found = ghost_ratios(told.uses, curve, other_policies("lru"), device)
+    ghosts_s = process_time() - begin
+    sizes = [device * part // 8 for part in (1, 2, 4, 8, 16, 32, 64, 128)]
+    what = f"{trace.name}, blocks of {block_size}"
+    errors = [abs(curve.at(size * block_size) - exact.ratio("lru", size)) for size in track(sizes, f"{what}, exact")]
+    rows = [
+        Row(
+            f"live curve, {what}, {told.uses.rate:.1%} of them looked at: largest error at 8 sizes",
+            f"<= {ASKED_OF_CURVE * 100:g} points",
+            f"{max(errors) * 100:.2f} points",
+            max(errors) <= ASKED_OF_CURVE,
+            {"sizes": sizes, "errors": errors, "rate": told.uses.rate},
+        ),
+        Row("  to ask for it", "", f"{curve_s:.2f} s of CPU time"),
+    ]
+    for policy, ratios in track(found.items(), f"{what}, ghosts"):
+        off = [
+            abs(ratio - exact.ratio(policy, round(times * device))) for times, ratio in zip(TIMES, ratios, strict=True)
+        ]
+        got = f"{max(off) * 100:.2f} points"
+        rows.append(Row(f"  ghosts of {policy}: largest error at 4 sizes", "", got, values={"errors": off}))
+    rows.append(Row("  to ask for all of those", "", f"{ghosts_s:.2f} s of CPU time"))
+    return rows
+
+
 class Switch:
     """Sends events on, or not."""
 
@@ -354,15 +461,18 @@ def measure_cost(num_pairs: int) -> list[Row]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure and report."""
     made = parser(__doc__)
-    made.add_argument("--only", choices=("causes", "memory", "cost"), help="a part of it")
+    made.add_argument("--only", choices=("causes", "memory", "curves", "cost"), help="a part of it")
     made.add_argument("--sessions", type=int, default=40, help="of planted causes")
     made.add_argument("--pairs", type=int, default=6, help="of runs with and without")
+    made.add_argument("--traces", type=Path, nargs="+", default=[], help="for curves, in place of the two named above")
     arguments = made.parse_args(argv)
     rows: list[Row] = []
     if arguments.only in (None, "causes"):
         rows += measure_causes(arguments.sessions)
     if arguments.only in (None, "memory"):
         rows += measure_memory()
+    if arguments.only in (None, "curves"):
+        rows += measure_curves(arguments.traces)
     if arguments.only in (None, "cost"):
         rows += measure_cost(arguments.pairs)
     print_report("observe", rows, machine(), arguments.json)

@@ -245,9 +245,7 @@ def _drafting(
     return Drafting(scheduler, config.speculative_config, drafter_for, costs, most)
 
 
-def _configured(
-    config: EngineConfig, capacity: Capacity, geometry: KVGeometry, *, has_stores: bool
-) -> CacheConfigured:
+def _configured(config: EngineConfig, capacity: Capacity, geometry: KVGeometry, *, has_stores: bool) -> CacheConfigured:
     """Return what an engine's cache is, by vLLM's names. A device's blocks are vLLM's GPU blocks, also on a CPU."""
     settings = {
         "block_size": str(config.block_size),
