@@ -23,6 +23,9 @@ _ALL = 2**64
 _WARM_SHARE = 0.25
 """Of the blocks in a log that has forgotten any."""
 
+_SLACK = 8
+"""One in so many of what is in the columns may be forgotten already."""
+
 _COLUMNS = ("_keys", "_num_keys", "_num_blocks", "_num_tokens", "_at_s", "_is_lookup")
 
 
@@ -202,11 +205,11 @@ class UseLog:
         self.has_dropped = True
         self._first_key += self._num_keys[self._first_use]
         self._first_use += 1
-        if self._first_use > len(self._num_keys) // 2:
+        if self._first_use > len(self._num_keys) // _SLACK:
             for column in (self._num_keys, self._num_blocks, self._num_tokens, self._at_s, self._is_lookup):
                 del column[: self._first_use]
             self._first_use = 0
-        if self._first_key > len(self._keys) // 2:
+        if self._first_key > len(self._keys) // _SLACK:
             del self._keys[: self._first_key]
             self._first_key = 0
 

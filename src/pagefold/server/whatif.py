@@ -134,10 +134,7 @@ def whatif_routes(uses: BlockUses, config: ServerConfig) -> APIRouter:
 
     @router.get("/v1/cache/whatif", responses={200: {"model": WhatIf}})
     async def what_if(request: Request) -> dict[str, Any]:
-        """Tell what the cache would have found of what was asked lately with another size, or another policy.
-
-        Of a tenant's key that is what his own requests would find of a cache that they have for themselves.
-        """
+        """Tell what the cache would find with another size or policy; a tenant, of his own requests alone."""
         return await asyncio.to_thread(whatif.answer, reader_of(request, config))
 
     return router
