@@ -11,6 +11,7 @@ from local_server import LocalServer, error_of
 
 from pagefold.config import Account
 from pagefold.kv import POLICIES
+from pagefold.server import whatif
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -88,6 +89,28 @@ def test_a_tenant_sees_his_own_curve_and_nothing_that_hangs_on_others(server: Lo
     assert "acme" not in json.dumps(after)
     assert {**after, "since_s": 0} == {**before, "since_s": 0}
     assert {one["tenant"] for one in told(server, ADMIN)["tenants"]} == {"acme", "beta"}
+
+
+def test_ghosts_are_not_played_for_everybody_who_asks(server: LocalServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take so much of a core's time at most; a tenant's question plays none."""
+    played = []
+    play = whatif.ghost_ratios
+    monkeypatch.setattr(whatif, "ghost_ratios", lambda *given: played.append(given) or play(*given))
+    for number in range(3):
+        ask(server, [number] * 40, ACME)
+    told(server, ACME)
+    assert not played
+    monkeypatch.setattr(whatif, "_MOST_SHARE", 1e-9)
+    first = told(server, ADMIN)["policies"]
+    for _ in range(3):
+        ask(server, [0] * 40, ACME)
+    second = told(server, ADMIN)["policies"]
+    assert len(played) == 1
+    assert second[1:] == first[1:]
+    assert second[0] != first[0]
+    monkeypatch.setattr(whatif, "_MOST_SHARE", 1e9)
+    assert told(server, ADMIN)["policies"][1:] != first[1:]
+    assert len(played) == 2
 
 
 def test_no_key_is_refused_and_a_tenant_s_key_opens_no_other_route_of_the_cache(server: LocalServer) -> None:
