@@ -5,15 +5,21 @@
   small, a pin that expires, a reset, requests that come together. Of each request that was to miss for a cause, whether
   most of what it computed is told with that one; and of all tokens that were computed, how many have exactly one.
 * memory: what Python takes for a ledger that is full, by entry: of 20,000 blocks, and four times as many that are gone.
+* curves: a trace's prompts through the real scheduler with a ledger that listens, one by one, and the live curve of
+  ``/v1/cache/whatif`` against exact replays of the same prompts through the real cache, LRU, at 8 sizes; and what
+  ghosts of other policies say against replays with those, at 2 sizes. mooncake_conversation.jsonl (12,031 requests, in
+  blocks of 512) from the folder $PAGEFOLD_TRACES, else ../shared/traces beside the repository, or generated
+  conversations without it; and a generated workload (blocks of 64). What the live curve only fills caches with does not
+  count there either. Further traces can be named.
 * cost: SmolLM2-135M-Instruct, 16 requests of 256 tokens which get 32 each, half of each prompt shared; the same engine
-  with and without a ledger and an overview (the dashboard's) that listen, in pairs that change their order (ABBA).
-  Process CPU time; output tokens a second of it, on over off, the median of the pairs; and what share of all CPU time
-  is spent in the two themselves.
+  with and without a ledger, which keeps what curves are made of, and an overview (the dashboard's) that listen, in pairs
+  that change their order (ABBA). Process CPU time; output tokens a second of it, on over off, the median of the pairs;
+  and what share of all CPU time is spent in the two themselves.
 
 * load, tenants: see ``benchmarks/observed_load.py``.
 
-    python benchmarks/observe.py [--only causes|load|tenants|memory|cost] [--sessions 40] [--pairs 6]
-        [--requests 10000] [--json FILE]
+    python benchmarks/observe.py [--only causes|load|tenants|memory|curves|cost] [--sessions 40] [--pairs 6]
+        [--requests 10000] [--traces FILE ...] [--json FILE]
 """
 
 from __future__ import annotations
@@ -22,6 +28,7 @@ import gc
 import statistics
 import tracemalloc
 from array import array
+from pathlib import Path
 from random import Random
 from time import process_time, thread_time
 from typing import TYPE_CHECKING
@@ -31,25 +38,36 @@ from report import Row, machine, parser, print_report
 from rich.progress import track
 
 from pagefold.config import EngineConfig
+from pagefold.curves.prompt_cache import PromptCache
 from pagefold.engine.status import EngineStatus
 from pagefold.events import CacheConfigured, PrefixLookup, RequestAdded, RequestFinished, fan_out, ignore
 from pagefold.kv import KVCore, Namespace, make_policy
 from pagefold.observe.ledger import GHOSTS_PER_BLOCK, MAX_BYTES_PER_ENTRY, Ledger
 from pagefold.observe.overview import Overview
+from pagefold.observe.whatif import TIMES, ghost_ratios, lru_curve_of, other_policies
 from pagefold.request import Request, StopRule, WarmUp
 from pagefold.sampling import SamplingParams
 from pagefold.scheduler import Scheduler, SchedulerLimits
 from pagefold.sim import NullRunner
 from pagefold.sim.clock import VirtualClock
+from pagefold.sim.curves import lru_curve
+from pagefold.sim.traces import parse_workload, read_trace, traces_folder
+from pagefold.sim.traces.tokens import IdTokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pagefold.events import Event
+    from pagefold.observe.block_uses import Told
+    from pagefold.sim.traces import Trace
 
 BLOCK_SIZE = 16
 NS = Namespace("m", "l", "d")
 ASKED_OF_CPU = 0.99
+ASKED_OF_CURVE = 0.01
+TRACE, TRACE_BLOCK = "mooncake_conversation.jsonl", 512
+CHECKED_TIMES = (1.0, 2.0)
+GENERATED, GENERATED_BLOCK = ("chat:num_chats=2500", "agents:num_tasks=700"), 64
 NUM_PROMPT_TOKENS, NUM_SHARED_TOKENS, NUM_OUTPUT_TOKENS, NUM_REQUESTS = 256, 128, 32, 16
 
 
@@ -278,10 +296,113 @@ def measure_memory() -> list[Row]:
     tracemalloc.stop()
     num_entries = ledger.paths.capacity
     assert ledger.paths.num_paths == num_entries
-    got = (after - before) / num_entries
+    num_log_bytes = ledger.uses.num_bytes
+    got = (after - before - num_log_bytes) / num_entries
     what = f"memory an entry, of {num_entries:,}, requests included"
     asked = f"<= {MAX_BYTES_PER_ENTRY} bytes"
-    return [Row(what, asked, f"{got:.1f} bytes", got <= MAX_BYTES_PER_ENTRY, {"bytes": got})]
+    return [
+        Row(what, asked, f"{got:.1f} bytes", got <= MAX_BYTES_PER_ENTRY, {"bytes": got}),
+        Row("  and the log that curves are made of, however large the cache", "", f"{num_log_bytes / 1e6:.2f} MB"),
+    ]
+
+
+def the_traces(named: Sequence[Path]) -> list[tuple[Trace, int]]:
+    """Return traces, each with the tokens of a block: those that are named, or two."""
+    if named:
+        return [(read_trace(path), TRACE_BLOCK) for path in named]
+    folder = traces_folder()
+    first = parse_workload(GENERATED[0]).trace(TRACE_BLOCK) if folder is None else read_trace(folder / TRACE)
+    return [(first, TRACE_BLOCK), (parse_workload(GENERATED[1]).trace(GENERATED_BLOCK), GENERATED_BLOCK)]
+
+
+def listened(trace: Trace, block_size: int, num_blocks: int) -> tuple[Told, int]:
+    """Return what a ledger has noted of a trace's prompts, which a scheduler has served one by one.
+
+    And the first of them that counts: those before fill caches, where the log has forgotten any.
+    """
+    longest = max(request.prompt_tokens for request in trace.requests)
+    clock = VirtualClock()
+    ledger = Ledger(clock)
+    ledger(CacheConfigured({}, num_blocks, block_size, "lru"))
+    core = KVCore(num_blocks + longest // block_size + 2, block_size=block_size, policy=make_policy("lru"), emit=ledger)
+    scheduler = Scheduler(core, SchedulerLimits(1, longest + 1), emit=ledger)
+    runner, made = NullRunner(), IdTokens()
+    ends_s: list[float] = []
+    how = SamplingParams(temperature=0.0, max_tokens=1)
+    for index, request in enumerate(track(trace.requests, f"{trace.name}, live")):
+        tokens = made.prompt(index, request)
+        stop = StopRule(frozenset(), len(tokens) + 1)
+        scheduler.add(Request(f"r{index}", tokens, how, stop=stop, namespace=NS.key(), arrival_s=clock(), seed=index))
+        while scheduler.has_work:
+            plan = scheduler.schedule(clock())
+            clock.advance(0.05)
+            scheduler.apply(runner.run(plan))
+        ends_s.append(clock())
+    assert not ledger.has_failed
+    assert not ledger.uses.has_failed
+    told = ledger.uses.told(None)
+    begin_s = told.uses.counted[0].at_s
+    return told, next(index for index, at_s in enumerate(ends_s) if at_s >= begin_s)
+
+
+class Exact:
+    """What the last prompts of a trace find in the real cache, in full blocks, behind all that came before them."""
+
+    def __init__(self, trace: Trace, block_size: int, first: int) -> None:
+        self._requests = trace.requests
+        self._size = block_size
+        self._first = first
+        self._num_tokens = sum(one.prompt_tokens for one in trace.requests[first:])
+        self._room = max(one.prompt_tokens for one in trace.requests) // block_size + 1
+
+    def ratio(self, policy: str, num_blocks: int) -> float:
+        """Return the share of their tokens that a policy finds with so many blocks."""
+        cache, made = PromptCache(num_blocks, self._room, self._size, make_policy(policy)), IdTokens()
+        num_found = 0
+        for index, request in enumerate(self._requests):
+            num_full = request.prompt_tokens // self._size * self._size
+            found = cache.use(made.prompt(index, request)[:num_full].tobytes(), num_full) if num_full else 0
+            num_found += found if index >= self._first else 0
+        return num_found / self._num_tokens
+
+
+def measure_curves(named: Sequence[Path]) -> list[Row]:
+    """Return how far live curves are from exact ones."""
+    return [row for trace, block_size in the_traces(named) for row in measure_curve(trace, block_size)]
+
+
+def measure_curve(trace: Trace, block_size: int) -> list[Row]:
+    """Return how far the live curve and the ghosts of one trace are from exact ones; the device has 1/16 of it."""
+    device = lru_curve(trace.requests, block_size=block_size).num_blocks // 16
+    told, first = listened(trace, block_size, device)
+    exact = Exact(trace, block_size, first)
+    begin = process_time()
+    curve = lru_curve_of(told.uses, block_size)
+    curve_s = process_time() - begin
+    begin = process_time()
+    found = ghost_ratios(told.uses, curve, other_policies("lru"), device)
+    ghosts_s = process_time() - begin
+    sizes = [device * part // 8 for part in (1, 2, 4, 8, 16, 32, 64, 128)]
+    what = f"{trace.name}, blocks of {block_size}"
+    errors = [abs(curve.at(size * block_size) - exact.ratio("lru", size)) for size in track(sizes, f"{what}, exact")]
+    rows = [
+        Row(
+            f"live curve, {what}, {told.uses.rate:.1%} of them looked at, 8 sizes: largest error",
+            f"<= {ASKED_OF_CURVE * 100:g} points",
+            f"{max(errors) * 100:.2f} points",
+            max(errors) <= ASKED_OF_CURVE,
+            {"sizes": sizes, "errors": errors, "rate": told.uses.rate},
+        ),
+        Row("  to ask for it", "", f"{curve_s:.2f} s of CPU time"),
+    ]
+    for policy, ratios in track(found.items(), f"{what}, ghosts"):
+        off = [
+            abs(ratio - exact.ratio(policy, round(times * device))) for times, ratio in zip(TIMES, ratios, strict=True)
+        ]
+        got = f"{max(off) * 100:.2f} points"
+        rows.append(Row(f"  ghosts of {policy}: largest error at 2 sizes", "", got, values={"errors": off}))
+    rows.append(Row("  to ask for all of those", "", f"{ghosts_s:.2f} s of CPU time"))
+    return rows
 
 
 class Switch:
@@ -369,10 +490,11 @@ def measure_cost(num_pairs: int) -> list[Row]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure and report."""
     made = parser(__doc__)
-    made.add_argument("--only", choices=("causes", "load", "tenants", "memory", "cost"), help="a part of it")
+    made.add_argument("--only", choices=("causes", "load", "tenants", "memory", "curves", "cost"), help="a part of it")
     made.add_argument("--sessions", type=int, default=40, help="of planted causes")
     made.add_argument("--requests", type=int, default=10_000, help="of two tenants; a fifth of them under load")
     made.add_argument("--pairs", type=int, default=6, help="of runs with and without")
+    made.add_argument("--traces", type=Path, nargs="+", default=[], help="for curves, in place of the two named above")
     arguments = made.parse_args(argv)
     rows: list[Row] = []
     if arguments.only in (None, "causes"):
@@ -383,6 +505,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         rows += measure_tenants(arguments.requests)
     if arguments.only in (None, "memory"):
         rows += measure_memory()
+    if arguments.only in (None, "curves"):
+        rows += measure_curves(arguments.traces)
     if arguments.only in (None, "cost"):
         rows += measure_cost(arguments.pairs)
     print_report("observe", rows, machine(), arguments.json)

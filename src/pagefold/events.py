@@ -151,6 +151,9 @@ class CacheConfigured:
         block_size: tokens a block.
         eviction_policy: its name.
         publishes: whether anything is ever cached.
+        num_host_blocks, num_disk_blocks: that tiers behind the device have room for; 0 where there is none.
+        blocks_per_place: blocks that a place of a path takes: one of each cache group that keeps all.
+        bytes_per_block: of memory.
     """
 
     settings: dict[str, str]
@@ -158,6 +161,10 @@ class CacheConfigured:
     block_size: int = 0
     eviction_policy: str = ""
     publishes: bool = True
+    num_host_blocks: int = 0
+    num_disk_blocks: int = 0
+    blocks_per_place: int = 1
+    bytes_per_block: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,6 +52,7 @@ GETS = [
 ]
 EXPLAINED = "/v1/explain/{request_id}"
 ADVICE = "/v1/advice"
+WHATIF = "/v1/cache/whatif"
 STORED = "/v1/responses/{response_id}"
 ADMINS = ["/reset_prefix_cache", "/server_info", "/v1/dashboard", "/v1/cache/pins", "/v1/cache/pins/{pin_id}"]
 
@@ -142,7 +143,7 @@ def test_small_routes_answer_as_described(short, description, path):
     assert send(short, description, path, GenerationMode.POSITIVE, 10)
 
 
-@pytest.mark.parametrize("path", ["/v1/explain", EXPLAINED, ADVICE])
+@pytest.mark.parametrize("path", ["/v1/explain", EXPLAINED, ADVICE, WHATIF])
 def test_explanations_answer_as_described(short, description, path):
     assert send(short, description, path, GenerationMode.POSITIVE, 10, method="get")
 
@@ -152,7 +153,7 @@ def test_stored_responses_answer_as_described(short, description, method):
     assert send(short, description, STORED, GenerationMode.POSITIVE, 10, method=method)
 
 
-@pytest.mark.parametrize("path", [*POSTS, *GETS, *ADMINS, STORED, EXPLAINED, ADVICE])
+@pytest.mark.parametrize("path", [*POSTS, *GETS, *ADMINS, STORED, EXPLAINED, ADVICE, WHATIF])
 def test_other_methods_and_no_keys_are_refused(short, description, path):
     """As the description says which are open."""
     methods = list(description["paths"][path])
@@ -168,4 +169,4 @@ def test_other_methods_and_no_keys_are_refused(short, description, path):
 
 
 def test_every_route_is_here(description):
-    assert set(description["paths"]) == {*POSTS, *GETS, *ADMINS, STORED, EXPLAINED, ADVICE}
+    assert set(description["paths"]) == {*POSTS, *GETS, *ADMINS, STORED, EXPLAINED, ADVICE, WHATIF}

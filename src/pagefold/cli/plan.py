@@ -15,6 +15,7 @@ from pagefold.cli.fail import fail
 from pagefold.cli.options import parse_layers, parse_speculation
 from pagefold.cli.plan_check import Given, check_server, check_start
 from pagefold.cli.size import parse_size
+from pagefold.config import environment_admin_key
 from pagefold.errors import ConfigError, DoesNotFitError, PagefoldError
 from pagefold.speculation.params import SpeculativeParams  # noqa: TC001 - typer reads it
 
@@ -197,7 +198,17 @@ def plan(  # noqa: PLR0913 - one parameter a flag
     ] = None,
     from_server: Annotated[
         str | None,
-        typer.Option(metavar="URL", help="The same of a running server, from its metrics.", rich_help_panel=_ANSWER),
+        typer.Option(
+            metavar="URL",
+            help="The same of a running server, from its metrics; and what its prompts would find with other sizes.",
+            rich_help_panel=_ANSWER,
+        ),
+    ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            help="For that server: the admin's, or a client's. Or $PAGEFOLD_ADMIN_API_KEY.", rich_help_panel=_ANSWER
+        ),
     ] = None,
     list_tables: Annotated[
         bool,
@@ -235,6 +246,9 @@ def plan(  # noqa: PLR0913 - one parameter a flag
             "pipeline_parallel_size": pipeline_parallel_size,
             "speculative_config": speculative_config,
         }
+        if api_key is not None and from_server is None:
+            msg = "--api-key is given, and no server."
+            raise ConfigError(msg, remedy="Leave it out, or give --from-server URL.")
         if check_log is not None or from_server is not None:
             names = _given_beside(context, asked)
             known = None
@@ -244,7 +258,7 @@ def plan(  # noqa: PLR0913 - one parameter a flag
             if check_log is not None:
                 check_start(check_log, given, as_json=as_json)
             else:
-                check_server(str(from_server), given, as_json=as_json)
+                check_server(str(from_server), api_key or environment_admin_key(), given, as_json=as_json)
             return
         if model is None:
             msg = "No model is named."
@@ -286,7 +300,7 @@ def _given_beside(context: typer.Context, settings: Mapping[str, Any]) -> list[s
     if "check_log" in given and "from_server" in given:
         msg = "Both a log and a server are given."
         raise ConfigError(msg, remedy="Give --check-log or --from-server.")
-    allowed = {*settings, "model", "device", "device_memory", "as_json", "check_log", "from_server"}
+    allowed = {*settings, "model", "device", "device_memory", "as_json", "check_log", "from_server", "api_key"}
     idle = next((name for name in given if name not in allowed), None)
     if idle is not None:
         msg = f"{flags[idle]} is given, and has no effect on a start."

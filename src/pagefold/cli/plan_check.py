@@ -13,7 +13,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from pagefold.errors import ConfigError
+from pagefold.cli.running_server import RunningServer
+from pagefold.errors import ConfigError, PagefoldError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from pagefold.plan import Device
     from pagefold.plan.log_check import LogCheck, LogRow
     from pagefold.plan.served import Served
+    from pagefold.plan.served_curve import ServedCurve
     from pagefold.plan.start_log import StartLog
 
 __all__ = ["Given", "check_server", "check_start"]
@@ -76,17 +78,32 @@ def check_start(file: Path, given: Given, *, as_json: bool) -> None:
         msg = f"{file} has more than {_LARGEST_LOG:,} bytes, and is no log of one start."
         raise ConfigError(msg, remedy="Give the part from the start on until it is ready.")
     log = read_start_log(read.decode("utf-8", errors="replace"), str(file))
-    _print(_check(log, given), {}, as_json=as_json)
+    _print(_check(log, given), {}, None, as_json=as_json)
 
 
-def check_server(url: str, given: Given, *, as_json: bool) -> None:
+def check_server(url: str, key: str | None, given: Given, *, as_json: bool) -> None:
     """Print what the planner says of a running server beside what it says itself.
+
+    And of one of ours, what it would find of its prompts with the KV that is planned.
 
     Raises:
         ConfigError: it does not answer, or has no such metrics.
     """
-    served = _ask(url)
-    _print(_check(served.log, given), served.now, as_json=as_json)
+    served = _ask(url, key)
+    check = _check(served.log, given)
+    curve = _curve(url, key) if served.log.is_ours else None
+    _print(check, served.now, curve, as_json=as_json)
+
+
+def _curve(url: str, key: str | None) -> ServedCurve | None:
+    """Return the hit curve of a server's prompts; None where it has none, which is told."""
+    from pagefold.plan.served_curve import read_curve  # noqa: PLC0415
+
+    try:
+        return read_curve(RunningServer(url, key).ask("/v1/cache/whatif", "cache.whatif"), url)
+    except PagefoldError as error:
+        typer.echo(f"no hit curve: {error}", err=True)
+        return None
 
 
 def _check(log: StartLog, given: Given) -> LogCheck:
@@ -126,14 +143,14 @@ def _device_of(log: StartLog) -> Device:
     return Device(name=f"a device of {memory / 2**30:.2f} GiB", memory_bytes=memory, source="as logged")
 
 
-def _ask(url: str) -> Served:
+def _ask(url: str, key: str | None) -> Served:
     import httpx  # noqa: PLC0415 - only here
 
     from pagefold.plan.served import read_served  # noqa: PLC0415
 
     base = url.rstrip("/").removesuffix("/v1")
     try:
-        metrics, models, version = asyncio.run(_answers(base))
+        metrics, models, version = asyncio.run(_answers(base, key))
     except TimeoutError:
         msg = f"{url} did not answer in {_TIMEOUT_S:g} seconds."
         raise ConfigError(msg, remedy="Name a running server, and try again when it is less busy.") from None
@@ -162,7 +179,7 @@ class _Answer(NamedTuple):
     text: str
 
 
-async def _answers(base: str) -> list[_Answer]:
+async def _answers(base: str, key: str | None) -> list[_Answer]:
     """Return what a server answers, all within one time.
 
     Raises:
@@ -172,7 +189,8 @@ async def _answers(base: str) -> list[_Answer]:
     import httpx  # noqa: PLC0415 - only here
 
     answers = []
-    async with asyncio.timeout(_TIMEOUT_S), httpx.AsyncClient(timeout=_TIMEOUT_S) as client:
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    async with asyncio.timeout(_TIMEOUT_S), httpx.AsyncClient(timeout=_TIMEOUT_S, headers=headers) as client:
         for route in ("/metrics", "/v1/models", "/version"):
             read = bytearray()
             async with client.stream("GET", base + route) as response:
@@ -199,9 +217,14 @@ def _first_model(answer: _Answer) -> dict[str, Any]:
     return first if isinstance(first, dict) else {}
 
 
-def _print(check: LogCheck, now: Mapping[str, float], *, as_json: bool) -> None:
+def _print(check: LogCheck, now: Mapping[str, float], curve: ServedCurve | None, *, as_json: bool) -> None:
+    sizes = _kv_tokens(check)
     if as_json:
-        typer.echo(json.dumps(check.figures() | ({"now": dict(now)} if now else {}), indent=2))
+        figures = check.figures() | ({"now": dict(now)} if now else {})
+        if curve is not None:
+            found = {name: {"num_tokens": size, "hit_ratio": curve.at(size)} for name, size in sizes.items()}
+            figures["hit_curve"] = curve.figures() | found
+        typer.echo(json.dumps(figures, indent=2))
         return
     console = Console()
     console.print(Text(f"{check.model} on {check.device}, {check.engine}", style="bold"))
@@ -219,6 +242,29 @@ def _print(check: LogCheck, now: Mapping[str, float], *, as_json: bool) -> None:
         console.print(f"planned: {check.max_concurrency:,.2f} requests of {check.max_model_len:,} tokens at once")
     for what, value in now.items():
         console.print(f"{what}: {value:,.3g}")
+    if curve is not None:
+        _print_curve(console, curve, sizes)
+
+
+def _kv_tokens(check: LogCheck) -> dict[str, float]:
+    """Return the tokens of KV that are planned, and those that there are, where both are known."""
+    row = next((row for row in check.rows if row.what == "num_blocks"), None)
+    if row is None:
+        return {}
+    size = check.settings.block_size
+    return {"planned": row.likely * size, "now": row.logged * size}
+
+
+def _print_curve(console: Console, curve: ServedCurve, sizes: Mapping[str, float]) -> None:
+    """Print what a server's prompts would find."""
+    whose = "all prompts" if curve.is_of_all else "your prompts, with the cache for them alone,"
+    console.print(f"What {whose} of the last {curve.since_s:,.0f} s would find of their tokens, by LRU:")
+    table = Table("KV tokens", "found", box=None, pad_edge=False)
+    for point in curve.points:
+        table.add_row(f"{point.num_tokens:,}", f"{point.hit_ratio:.1%}")
+    console.print(table)
+    for name, size in sizes.items():
+        console.print(f"{name}: {size:,.0f} tokens of KV, with which at least {curve.at(size):.1%} are found")
 
 
 def _shown(row: LogRow) -> str:

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
     from pagefold.config import EngineConfig
     from pagefold.engine.blueprint import Blueprint
-    from pagefold.kv import Namespace
+    from pagefold.kv import KVGeometry, Namespace
     from pagefold.memory.capacity import Capacity
     from pagefold.runner.codecs.constants import CodecConstants
     from pagefold.runner.models import ModelSpec
@@ -195,7 +195,7 @@ def _assemble(
             ready = hardware_of(blueprint.draft).ready(blueprint.draft, say)
             by_model = model_drafter(ready.runner, blueprint.draft, spec.vocab_size, config.max_num_seqs)
         drafting = _drafting(config, scheduler, runner, by_model, say)
-    emit(_configured(config, capacity))
+    emit(_configured(config, capacity, geometry, has_stores=slow.is_on))
     ends = frozenset() if tokenizer is None or not core.trims else tokenizer.message_end_ids
     kind = OverlappedEngine if hardware.computes_apart and not tiering.is_on else Engine
     return kind(
@@ -245,7 +245,7 @@ def _drafting(
     return Drafting(scheduler, config.speculative_config, drafter_for, costs, most)
 
 
-def _configured(config: EngineConfig, capacity: Capacity) -> CacheConfigured:
+def _configured(config: EngineConfig, capacity: Capacity, geometry: KVGeometry, *, has_stores: bool) -> CacheConfigured:
     """Return what an engine's cache is, by vLLM's names. A device's blocks are vLLM's GPU blocks, also on a CPU."""
     settings = {
         "block_size": str(config.block_size),
@@ -258,8 +258,17 @@ def _configured(config: EngineConfig, capacity: Capacity) -> CacheConfigured:
         "sliding_window": str(config.streaming_llm),
     }
     policy = DEFAULT_POLICY if config.eviction_policy == "default" else config.eviction_policy
+    has_disk = has_stores and config.kv_disk_path is not None
     return CacheConfigured(
-        settings, capacity.num_blocks, config.block_size, policy, publishes=config.enable_prefix_caching
+        settings,
+        capacity.num_blocks,
+        config.block_size,
+        policy,
+        publishes=config.enable_prefix_caching,
+        num_host_blocks=capacity.num_host_blocks,
+        num_disk_blocks=geometry.num_blocks(int(config.kv_disk_size * 2**30)) if has_disk else 0,
+        blocks_per_place=max(1, sum(not group.keeps.trims for group in geometry.groups)),
+        bytes_per_block=geometry.bytes_per_block,
     )
 
 

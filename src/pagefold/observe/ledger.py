@@ -37,6 +37,7 @@ from pagefold.events import (
 )
 from pagefold.kv import TOKEN_BYTES
 from pagefold.kv.names import digest_of
+from pagefold.observe.block_uses import BlockUses
 from pagefold.observe.classify import Lookup, classify, keys_of
 from pagefold.observe.misses import Cause, Miss
 from pagefold.observe.request_record import Preemption, RequestRecord, RequestRecords, Wait
@@ -104,11 +105,13 @@ class Ledger:
         publishes: whether anything is ever cached.
         block_size: tokens a block.
         has_failed: a bug of ours has ended it.
+        uses: which blocks requests use, for curves; told by the ledger, since both go by keys of paths.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, *, is_on: bool = True) -> None:
         self._clock = clock
         self.is_on = is_on
+        self.uses = BlockUses(clock)
         self.has_failed = False
         self._begin(CacheConfigured({}))
         self._lock = threading.Lock()
@@ -150,6 +153,7 @@ class Ledger:
 
     def _begin(self, event: CacheConfigured) -> None:
         """Begin anew, with room for a cache of that size."""
+        self.uses.begin(event)
         num_entries = (1 + GHOSTS_PER_BLOCK) * max(1, event.num_blocks)
         self.paths = SeenPaths(num_entries)
         self.policy = event.eviction_policy
@@ -287,6 +291,8 @@ class Ledger:
             of_all = classify(replace(lookup, sees="all"), keys, self)
             record.admins_misses = of_all if of_all != record.misses else None
         self._expect(record, keys, event)
+        if not record.computes_all:
+            self.uses.look_up(record.number, record.tenant, keys, event.num_tokens)
 
     def _note_return(self, record: RequestRecord, event: PrefixLookup) -> None:
         """A request is let in again that had to give its memory to another."""
@@ -299,13 +305,18 @@ class Ledger:
             record.recomputed += (Miss(event.num_hit_tokens, end, Cause.PREEMPTED),)
 
     def _keys(self, record: RequestRecord, event: PrefixLookup) -> list[int]:
-        """Return by what a prompt's paths are known, behind what was found; those before are 0, and nobody asks."""
+        """Return by what the paths of a prompt's full blocks are known. What was found is digested in the tree."""
         num_found, node = event.num_hit_tokens // self.block_size, event.tail
         while node is not None and node.depth >= num_found:
             node = node.parent
         if node is None or node.depth != num_found - 1:
             return keys_of(record.namespace, record.tokens, event.num_tokens, self.block_size)
-        return keys_of(record.namespace, record.tokens, event.num_tokens, self.block_size, digest_of(node), num_found)
+        digest = digest_of(node)
+        keys = keys_of(record.namespace, record.tokens, event.num_tokens, self.block_size, digest, num_found)
+        while node is not None and node.depth >= 0:
+            keys[node.depth] = key_of(node.digest)
+            node = node.parent
+        return keys
 
     def _expect(self, record: RequestRecord, keys: list[int], event: PrefixLookup) -> None:
         """Note what a request that was let in will compute."""
@@ -331,6 +342,8 @@ class Ledger:
             if event.request_id == record.request_id:
                 record.finish_reason = event.finish_reason
             self._records.end(event.request_id)
+            if record.has_ended:
+                self.uses.end(record.number)
 
     def _on_output_finished(self, event: OutputFinished) -> None:
         record = self._records.named(event.request_id)
@@ -390,8 +403,12 @@ class Ledger:
 
     def _on_blocks_published(self, event: BlocksPublished) -> None:
         paths, now_s = self.paths, self._clock()
-        for node in event.nodes:
-            paths.put(paths.enter(key_of(digest_of(node))), State.CACHED, now_s)
+        keys = [key_of(digest_of(node)) for node in event.nodes]
+        for key in keys:
+            paths.put(paths.enter(key), State.CACHED, now_s)
+        record = self._records.named(event.owner)
+        if record is not None and keys:
+            self.uses.publish(record.number, event.nodes[0].depth, keys)
 
     def _on_block_evicted(self, event: BlockEvicted) -> None:
         if event.node is None or event.cause != "allocation":

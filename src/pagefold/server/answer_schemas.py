@@ -27,6 +27,7 @@ __all__ = [
     "Tokenized",
     "Unpinned",
     "Warmed",
+    "WhatIf",
 ]
 
 _EVENT = {
@@ -437,3 +438,42 @@ class AdviceList(BaseModel):
     num_requests: int
     computed_tokens: int
     since_s: float | None
+
+
+class _Point(BaseModel):
+    num_blocks: int
+    bytes: int
+    hit_ratio: float
+
+
+class _PolicyCurve(BaseModel):
+    policy: str
+    is_used: bool
+    points: list[_Point]
+
+
+class _TierShare(BaseModel):
+    tier: Literal["device", "host", "disk"]
+    num_blocks: int
+    hit_ratio_up_to_it: float
+
+
+class _TenantCurve(BaseModel):
+    tenant: str
+    points: list[_Point]
+
+
+class WhatIf(BaseModel):
+    """What the cache would find with another size, or another policy."""
+
+    object: Literal["cache.whatif"]
+    block_size: int
+    num_blocks: int
+    num_accesses: int
+    num_tokens: int
+    sampled_share: float
+    since_s: float
+    policies: list[_PolicyCurve]
+    tiers: list[_TierShare]
+    tenants: list[_TenantCurve]
+    told: str

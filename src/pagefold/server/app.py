@@ -33,6 +33,7 @@ from pagefold.server.responses import ResponseStore, response_routes
 from pagefold.server.served import Served
 from pagefold.server.tokenize import tokenize_routes
 from pagefold.server.warming import Warmer, tenants_of
+from pagefold.server.whatif import whatif_routes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -61,7 +62,7 @@ def create_app(  # noqa: PLR0913 - the parts that it puts together, by name
         model_name: what clients call the model.
         config: of the door.
         metrics: what ``/metrics`` shows; the engine's events must go to its ``emit``.
-        ledger: what ``/v1/explain`` tells of; they must go to it too.
+        ledger: what ``/v1/explain`` and ``/v1/cache/whatif`` tell of; they must go to it too.
         overview: what the dashboard shows; they must go to it behind the ledger. None for one that hears nothing.
     """
     app = FastAPI(title="Pagefold", version=__version__, redirect_slashes=False)
@@ -93,6 +94,7 @@ def create_app(  # noqa: PLR0913 - the parts that it puts together, by name
     app.include_router(tokenize_routes(served))
     app.include_router(cache_routes(Warmer(served, tenants_of(config))))
     app.include_router(explain_routes(served, explanations, advices, config))
+    app.include_router(whatif_routes(ledger.uses, config))
     app.include_router(dashboard_routes(model_name, config, overview))
     app.include_router(model_routes(served))
     app.include_router(probe_routes(served, config, metrics))

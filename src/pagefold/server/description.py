@@ -58,7 +58,7 @@ _WORDS = {
     400: "The request cannot be served as it was sent.",
     401: "A key is missing, or not known.",
     403: "The route asks for the admin's key or that of the metrics, and the server has none.",
-    404: "There is no such model, pin, response or request.",
+    404: "There is no such model, pin, response or request, or no curve.",
     408: "The body stopped coming, or took too long.",
     409: "More would be pinned than may be.",
     413: "The body is too large.",
@@ -133,6 +133,7 @@ def _security_of(path: str) -> str:
 _OF_ONE: dict[tuple[str, str], tuple[int, ...]] = {
     ("post", "/v1/cache/warm"): (409,),
     ("delete", "/v1/cache/pins/{pin_id}"): (404,),
+    ("get", "/v1/cache/whatif"): (404,),
     ("get", "/v1/responses/{response_id}"): (400, 404),
     ("delete", "/v1/responses/{response_id}"): (404,),
     ("get", "/v1/advice"): (404,),

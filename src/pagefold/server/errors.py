@@ -35,6 +35,7 @@ __all__ = [
     "ContextLengthError",
     "ExplainOffError",
     "ExplanationNotFoundError",
+    "NoCurveError",
     "PreviousResponseError",
     "ResponseNotFoundError",
     "Shown",
@@ -73,6 +74,10 @@ class ExplainOffError(PagefoldError):
     """This server does not remember why."""
 
 
+class NoCurveError(PagefoldError):
+    """There is nothing of which a curve could be made."""
+
+
 class PreviousResponseError(InvalidRequestError):
     """A request goes on from a response that is not stored for who asks."""
 
@@ -105,6 +110,7 @@ _FORMS: dict[type[Exception], _Form] = {
     ResponseNotFoundError: _Form(404, "invalid_request_error", "response_not_found"),
     ExplainOffError: _Form(404, "invalid_request_error", "explain_off"),
     ExplanationNotFoundError: _Form(404, "invalid_request_error", "request_not_found"),
+    NoCurveError: _Form(404, "invalid_request_error", "no_curve"),
     EngineStoppedError: _Form(503, "service_unavailable_error", "engine_unavailable"),
     PinQuotaError: _Form(409, "invalid_request_error", "pin_quota_exceeded"),
     QueueFullError: _Form(429, "rate_limit_error", "queue_full"),

@@ -23,7 +23,9 @@ __all__ = ["OPEN_PATHS", "TRAFFIC_PATHS", "Keys", "Lock", "Locks", "account_of",
 
 _ADMIN_PATHS = frozenset({"/reset_prefix_cache", "/server_info", "/v1/dashboard"})
 _ADMIN_PREFIX = "/v1/cache/"
-_OPEN_WITHOUT_KEYS = frozenset({"/server_info", "/v1/dashboard", "/v1/cache/whatif"})
+_CLIENT_PATHS = frozenset({"/v1/cache/whatif"})
+"""Paths behind that prefix of which everybody sees his own."""
+_OPEN_WITHOUT_KEYS = frozenset({"/server_info", "/v1/dashboard"})
 
 TRAFFIC_PATHS = frozenset({"/metrics", "/load"})
 """Paths that show what all tenants do together."""
@@ -37,7 +39,7 @@ _NOBODY = Account(key="")
 
 def is_for_admin(path: str) -> bool:
     """Whether a path asks for the admin key, where there are keys."""
-    return path in _ADMIN_PATHS or path.startswith(_ADMIN_PREFIX)
+    return path in _ADMIN_PATHS or (path.startswith(_ADMIN_PREFIX) and path not in _CLIENT_PATHS)
 
 
 @dataclass(frozen=True, slots=True)

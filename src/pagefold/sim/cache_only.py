@@ -10,9 +10,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
+from pagefold.curves.prompt_cache import PromptCache
 from pagefold.errors import ConfigError
 from pagefold.events import BlockEvicted
-from pagefold.kv import KVCore, make_policy
+from pagefold.kv import make_policy
 from pagefold.kv.tree import TOKEN_BYTES
 from pagefold.sim.belady import BeladyCache, next_uses
 from pagefold.sim.traces.tokens import IdTokens, name_blocks
@@ -28,8 +29,6 @@ __all__ = ["BELADY", "CacheOnlyReport", "replay_cache_only", "reuse_oracle"]
 
 BELADY = "belady"
 """The name of the bound that knows the future; see :mod:`pagefold.sim.belady`."""
-
-_NAMESPACE = b""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,22 +143,12 @@ class _Replayer:
             num_evictions += isinstance(event, BlockEvicted)
 
         room = max(map(self.num_blocks_of, self.requests), default=0)
-        core = KVCore(num_blocks + room, block_size=size, policy=evictor, emit=count)
+        cache = PromptCache(num_blocks, room, size, evictor, count)
         num_asked = num_hit = num_asked_blocks = num_hit_blocks = 0
         for index, packed in enumerate(self.prompts()):
             request = self.requests[index]
             num_tokens = self.num_blocks_of(request) * size
-            hit = core.match(_NAMESPACE, packed, num_tokens)._replace(partial=None, num_partial_tokens=0)
-            cache, num_found = core.acquire(hit)
-            fits = core.extend(cache, num_found, num_tokens)
-            assert fits, "there is room for any one request"
-            promise = core.publishing.promise(cache, packed, num_tokens)
-            if promise is not None:
-                core.publishing.commit(promise)
-            if hints is not None:
-                core.uses.hint(cache, hints[index])
-            core.release(cache)
-            core.blocks.reclaim(core.pool.num_cached - num_blocks)
+            num_found = cache.use(packed, num_tokens, None if hints is None else hints[index])
             num_asked += request.prompt_tokens
             num_hit += min(num_found, request.prompt_tokens)
             num_asked_blocks += self.num_blocks_of(request)

@@ -1,0 +1,94 @@
+"""The log of uses: against a twin that keeps everything and filters it, and how it forgets."""
+
+from __future__ import annotations
+
+from array import array
+from random import Random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pagefold.observe.use_log import UseLog
+
+KEYS = st.lists(st.integers(0, 2**64 - 1), max_size=9)
+
+
+def fill(log: UseLog, paths: list[list[int]]) -> None:
+    for at, path in enumerate(paths):
+        log.look_up(path, len(path), 4 * len(path) + 1, float(at))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(KEYS, max_size=40), st.integers(8, 60))
+def test_it_has_what_a_log_of_all_has_below_its_bound(paths, most):
+    """Until uses are forgotten: a block is in it whenever it was used, and every lookup is counted."""
+    log = UseLog(most)
+    fill(log, paths)
+    uses = log.uses()
+    kept = [key for use in uses.uses for key in use.keys]
+    assert kept == [key for path in paths for key in path if key < log.bound]
+    assert sum(use.num_blocks for use in uses.uses) == sum(map(len, paths))
+    assert sum(use.num_tokens for use in uses.uses) == sum(4 * len(path) + 1 for path in paths)
+    assert uses.counted == uses.uses
+    assert log.num_keys == len(kept) <= most or len(uses.uses) == 1
+    assert all(use.keys for use in uses.uses[1:])
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(KEYS.filter(len), min_size=1, max_size=200), st.integers(9, 60))
+def test_where_it_samples_no_less_the_oldest_go(paths, most):
+    log = UseLog(most, least_rate=1.0)
+    fill(log, paths)
+    uses = log.uses()
+    kept = [list(use.keys) for use in uses.uses]
+    assert log.rate == 1.0
+    assert kept == paths[len(paths) - len(kept) :]
+    assert sum(map(len, kept)) <= most
+    has_dropped = len(kept) < len(paths)
+    assert log.has_dropped == has_dropped
+    if has_dropped:
+        assert sum(map(len, kept)) + len(paths[len(paths) - len(kept) - 1]) > most
+        num_warm = sum(len(use.keys) for use in uses.uses[: uses.num_warm])
+        assert num_warm >= 0.25 * sum(map(len, kept))
+    else:
+        assert uses.num_warm == 0
+    copied = log.copy()
+    assert copied.uses() == uses
+    fill(log, [[1]])
+    assert copied.uses() == uses
+
+
+def test_it_is_bounded_whatever_comes():
+    random = Random(0)
+    log = UseLog(1000, least_rate=0.1)
+    for at in range(20_000):
+        path = array("Q", (random.randrange(2**64) for _ in range(random.randrange(12))))
+        log.look_up(path, len(path), 1, float(at))
+        log.use_again(path, float(at))
+    assert log.num_keys <= 1000
+    assert 0.05 < log.rate <= 0.1
+    assert log.num_bytes < 2 * 1000 * (8 + 25)
+
+
+def test_what_was_generated_is_used_and_not_looked_up():
+    log = UseLog(100)
+    log.look_up([1, 2], 2, 9, 0.0)
+    log.use_again([1, 2, 3], 1.0)
+    log.look_up([], 0, 3, 2.0)
+    first, again = log.uses().uses
+    assert (first.is_lookup, list(first.keys), first.num_blocks, first.num_tokens) == (True, [1, 2], 2, 9)
+    assert (again.is_lookup, list(again.keys), again.num_blocks, again.num_tokens) == (False, [1, 2, 3], 0, 3)
+
+
+def test_a_smaller_sample_of_a_sample():
+    random = Random(1)
+    log = UseLog(10_000)
+    paths = [[random.randrange(2**64) for _ in range(5)] for _ in range(400)]
+    fill(log, paths)
+    fewer = log.uses().sampled(0.25, 10_000)
+    assert [key for use in fewer.uses for key in use.keys] == [key for path in paths for key in path if key < 2**62]
+    assert (fewer.rate, fewer.num_warm) == (0.25, 0)
+    last = log.uses().sampled(1.0, 100)
+    assert [list(use.keys) for use in last.uses] == paths[-20:]
+    assert last.num_warm == 5
+    assert sum(use.num_blocks for use in last.counted) == 75
