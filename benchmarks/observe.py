@@ -12,8 +12,8 @@
   conversations without it; and a generated workload (blocks of 64). What the live curve only fills caches with does not
   count there either. Further traces can be named.
 * cost: SmolLM2-135M-Instruct, 16 requests of 256 tokens which get 32 each, half of each prompt shared; the same engine
-  with and without a ledger, which keeps what curves are made of, and an overview (the dashboard's) that listen, in pairs
-  that change their order (ABBA). Process CPU time; output tokens a second of it, on over off, the median of the pairs;
+  with and without a ledger, which keeps what curves are made of, and an overview, the dashboard's, that listen; in
+  pairs that change their order (ABBA). Process CPU time; output tokens a second of it, on over off, the median of the pairs;
   and what share of all CPU time is spent in the two themselves.
 
 * load, tenants: see ``benchmarks/observed_load.py``.
