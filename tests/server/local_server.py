@@ -212,7 +212,7 @@ class LocalServer(AnyServer):
         metrics = Metrics(self.model)
         config = EngineConfig(model=str(folder), dtype="float64", attention_backend="reference", threads=1, **settings)
         blueprint = plan_engine(config)
-        self.ledger = Ledger()
+        self.ledger = Ledger(tell=metrics.emit)
         emit = fan_out(metrics.emit, self.ledger)
         self.recorder = None if record_trace is None else TraceRecorder(record_trace, time.monotonic)
         if self.recorder is not None:

@@ -28,12 +28,14 @@ from pagefold.events import (
     PathsDistrusted,
     PinDropped,
     PrefixLookup,
+    PrefixMissed,
     RequestAdded,
     RequestFinished,
     RequestPreempted,
     StepApplied,
     StepPlanned,
     TierRead,
+    ignore,
 )
 from pagefold.kv import TOKEN_BYTES
 from pagefold.kv.names import digest_of
@@ -46,7 +48,7 @@ if TYPE_CHECKING:
     from array import array
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from pagefold.events import Event
+    from pagefold.events import Emit, Event
     from pagefold.kv.block import Node
     from pagefold.observe.nearest_prompts import Nearest
 
@@ -95,6 +97,7 @@ class Ledger:
 
     Args:
         clock: seconds, the engine's.
+        tell: where :class:`~pagefold.events.PrefixMissed` goes.
 
     Attributes:
         paths: which paths the cache has had.
@@ -104,8 +107,9 @@ class Ledger:
         has_failed: a bug of ours has ended it.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, *, tell: Emit = ignore) -> None:
         self._clock = clock
+        self._tell = tell
         self.has_failed = False
         self._begin(CacheConfigured({}))
         self._lock = threading.Lock()
@@ -276,6 +280,7 @@ class Ledger:
             self.block_size,
         )
         record.misses = classify(lookup, keys, self)
+        self._tell_missed(event.request_id, record.misses)
         if self._records.has_others(record.tenant):
             of_all = classify(replace(lookup, sees="all"), keys, self)
             record.admins_misses = of_all if of_all != record.misses else None
@@ -289,7 +294,16 @@ class Ledger:
         record.waits += (Wait("memory", max(0.0, event.planned_s - lost.at_s)),)
         end = min(lost.num_tokens, event.num_tokens)
         if event.num_hit_tokens < end:
-            record.recomputed += (Miss(event.num_hit_tokens, end, Cause.PREEMPTED),)
+            again = Miss(event.num_hit_tokens, end, Cause.PREEMPTED)
+            record.recomputed += (again,)
+            self._tell_missed(event.request_id, (again,))
+
+    def _tell_missed(self, request_id: str, misses: Iterable[Miss]) -> None:
+        """Tell of what is noted how many tokens each cause has."""
+        num_tokens: dict[str, int] = {}
+        for miss in misses:
+            num_tokens[miss.cause.value] = num_tokens.get(miss.cause.value, 0) + miss.num_tokens
+        self._tell(PrefixMissed(request_id, num_tokens))
 
     def _keys(self, record: RequestRecord, event: PrefixLookup) -> list[int]:
         """Return by what a prompt's paths are known, behind what was found; those before are 0, and nobody asks."""

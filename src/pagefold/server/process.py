@@ -86,7 +86,7 @@ class ServerProcess:
         self._start_engine = start_engine
         self._on_ready = on_ready
         self._metrics = Metrics(model_name)
-        self._ledger = Ledger()
+        self._ledger = Ledger(tell=self._metrics.emit)
         self._late = LateEngine()
         self._starter: threading.Thread | None = None
         self._engine: EngineThread | None = None
