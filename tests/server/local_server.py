@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from pagefold.observe.traces import Traces
     from pagefold.steps import Runner, StepPlan, StepResult
 
 PATIENCE_S = 60.0
@@ -206,14 +207,16 @@ class LocalServer(AnyServer):
         door: dict[str, Any] | None = None,
         send_buffer_bytes: int | None = None,
         record_trace: Path | None = None,
+        traces: Traces | None = None,
         **settings: Any,
     ) -> None:
         self.model = "tiny"
         metrics = Metrics(self.model)
         config = EngineConfig(model=str(folder), dtype="float64", attention_backend="reference", threads=1, **settings)
         blueprint = plan_engine(config)
-        self.ledger = Ledger(tell=metrics.emit)
-        emit = fan_out(metrics.emit, self.ledger)
+        heard = (metrics.emit,) if traces is None else (metrics.emit, traces)
+        self.ledger = Ledger(tell=fan_out(*heard))
+        emit = fan_out(*heard, self.ledger)
         self.recorder = None if record_trace is None else TraceRecorder(record_trace, time.monotonic)
         if self.recorder is not None:
             self.recorder.begin(config, blueprint.capacity.num_blocks, blueprint.capacity.num_host_blocks)
@@ -225,7 +228,9 @@ class LocalServer(AnyServer):
         self.client = EngineThread(self.engine, max_requests=max_requests)
         self.client.start()
         config = ServerConfig(**{"max_body_bytes": 2**20} | (door or {}))
-        self.app = create_app(self.client, model_name=self.model, config=config, metrics=metrics, ledger=self.ledger)
+        self.app = create_app(
+            self.client, model_name=self.model, config=config, metrics=metrics, ledger=self.ledger, traces=traces
+        )
         self._server = uvicorn.Server(http_settings(self.app, config, metrics.count_response))
         listener = listen("127.0.0.1", 0)
         if send_buffer_bytes is not None:  # connections inherit it: of what a client does not read, little goes to it

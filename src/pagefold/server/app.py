@@ -28,6 +28,7 @@ from pagefold.server.request_log import RequestLog
 from pagefold.server.responses import ResponseStore, response_routes
 from pagefold.server.served import Served
 from pagefold.server.tokenize import tokenize_routes
+from pagefold.server.tracing import TraceRequests
 from pagefold.server.warming import Warmer, tenants_of
 
 if TYPE_CHECKING:
@@ -37,12 +38,19 @@ if TYPE_CHECKING:
     from pagefold.engine.client import EngineClient
     from pagefold.observe.ledger import Ledger
     from pagefold.observe.metrics import Metrics
+    from pagefold.observe.traces import Traces
 
 __all__ = ["create_app"]
 
 
-def create_app(
-    client: EngineClient, *, model_name: str, config: ServerConfig, metrics: Metrics, ledger: Ledger
+def create_app(  # noqa: PLR0913 - the parts that it puts together
+    client: EngineClient,
+    *,
+    model_name: str,
+    config: ServerConfig,
+    metrics: Metrics,
+    ledger: Ledger,
+    traces: Traces | None = None,
 ) -> FastAPI:
     """Return the ASGI app that serves ``client``.
 
@@ -52,6 +60,7 @@ def create_app(
         config: of the door.
         metrics: what ``/metrics`` shows; the engine's events must go to its ``emit``.
         ledger: what ``/v1/explain`` tells of; they must go to it too.
+        traces: told when an HTTP request has ended; they must go to it too. None where nobody traces.
     """
     app = FastAPI(title="Pagefold", version=__version__, redirect_slashes=False)
     app.state.checker = BodyChecker(config.max_body_bytes)  # for every CheckedRoute
@@ -62,6 +71,8 @@ def create_app(
     add_error_handlers(app)
     app.add_middleware(AnthropicErrors)
     allow_origins(app, config)
+    if traces is not None:
+        app.add_middleware(TraceRequests, end=traces.end_http)
     explanations = Explanations(ledger, partial(_text_of, client))
     app.add_middleware(  # the last added is the outermost
         RequestLog, count=metrics.count_response, explanations=explanations

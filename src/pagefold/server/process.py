@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from pagefold.config import ServerConfig
     from pagefold.engine.engine import Engine
     from pagefold.events import Emit
+    from pagefold.observe.traces import Traces
     from pagefold.server.body_checker import BodyChecker
     from pagefold.server.warm_schemas import WarmRequest
 
@@ -67,6 +68,7 @@ class ServerProcess:
         start_engine: loads the model; called on a thread of its own with where the engine's events go.
         on_ready: called when requests are taken.
         warm: what to cache before requests are taken. A prompt that cannot be warmed is told to the log.
+        traces: notes what happens to requests, and is closed at the end; None where nobody traces.
     """
 
     def __init__(  # noqa: PLR0913 - the parts that it holds together
@@ -78,6 +80,7 @@ class ServerProcess:
         start_engine: Callable[[Emit], Engine],
         on_ready: Callable[[], None],
         warm: Sequence[WarmPrompt] = (),
+        traces: Traces | None = None,
     ) -> None:
         self._model_name = model_name
         self._warm = warm
@@ -86,7 +89,10 @@ class ServerProcess:
         self._start_engine = start_engine
         self._on_ready = on_ready
         self._metrics = Metrics(model_name)
-        self._ledger = Ledger(tell=self._metrics.emit)
+        self._traces = traces
+        heard = (self._metrics.emit,) if traces is None else (self._metrics.emit, traces)
+        self._ledger = Ledger(tell=fan_out(*heard))
+        self._emit = fan_out(*heard, self._ledger)
         self._late = LateEngine()
         self._starter: threading.Thread | None = None
         self._engine: EngineThread | None = None
@@ -94,7 +100,14 @@ class ServerProcess:
         self._is_ending = False
         self._exit_code = 0
         self._tasks: set[asyncio.Task[None]] = set()
-        app = create_app(self._late, model_name=model_name, config=config, metrics=self._metrics, ledger=self._ledger)
+        app = create_app(
+            self._late,
+            model_name=model_name,
+            config=config,
+            metrics=self._metrics,
+            ledger=self._ledger,
+            traces=traces,
+        )
         self._bodies: BodyChecker = app.state.checker
         self._server = _Server(
             http_settings(
@@ -117,6 +130,8 @@ class ServerProcess:
             asyncio.run(self._serve())
         finally:
             self._bodies.close()
+            if self._traces is not None:
+                self._traces.close()
         if self._failure is not None:
             raise self._failure
         return self._exit_code
@@ -139,7 +154,7 @@ class ServerProcess:
         """Start the engine; on a thread of its own."""
         engine: Engine | BaseException
         try:
-            engine = self._start_engine(fan_out(self._metrics.emit, self._ledger))
+            engine = self._start_engine(self._emit)
         except BaseException as error:  # noqa: BLE001 - raised again by run
             engine = error
         with contextlib.suppress(RuntimeError):  # the loop has closed: nobody waits for it
