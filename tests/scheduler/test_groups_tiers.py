@@ -139,6 +139,8 @@ def test_nobody_waits_for_windows_longer_than_computing_takes(faster, waits):
     arbiter.links = {DISK: LinkModel(0.0, faster * 70 * arbiter.block_bytes)}
     tokens = STREAMS[0][: 32 * SIZE + 1]
     kept_of(machine, tokens)
+    ended = []
+    machine.tiering._fetching._emit = ended.append
     request = begun(machine, tokens)
     assert (request.status is RequestStatus.FETCHING) == waits
     assert (arbiter.num_loaded, arbiter.num_refused) == ((1, 0) if waits else (0, 1))
