@@ -18,8 +18,7 @@ def tell_tokens(emit: Emit, requests: list[Request], now: float, block_size: int
 
     The samples of one prompt have one first token.
     """
-    gaps: dict[float, int] = {}
-    by_length: dict[int, dict[float, int]] = {}
+    waits: dict[tuple[int, float], int] = {}  # by class of length, and gap: few, though there may be many requests
     for request in requests:
         times = request.times
         last_s = times.last_token_s
@@ -42,11 +41,14 @@ def tell_tokens(emit: Emit, requests: list[Request], now: float, block_size: int
                 )
             )
         else:
-            gap_s = now - last_s
-            gaps[gap_s] = gaps.get(gap_s, 0) + 1
-            of_length = by_length.setdefault(length_class(request.num_tokens), {})
-            of_length[gap_s] = of_length.get(gap_s, 0) + 1
-    if gaps:
+            wait = length_class(request.num_tokens), now - last_s
+            waits[wait] = waits.get(wait, 0) + 1
+    if waits:
+        gaps: dict[float, int] = {}
+        by_length: dict[int, dict[float, int]] = {}
+        for (length, gap_s), num in waits.items():
+            gaps[gap_s] = gaps.get(gap_s, 0) + num
+            by_length.setdefault(length, {})[gap_s] = num
         emit(NextTokens(gaps, by_length))
 
 
