@@ -13,8 +13,8 @@
   count there either. Further traces can be named.
 * cost: SmolLM2-135M-Instruct, 16 requests of 256 tokens which get 32 each, half of each prompt shared; the same engine
   with and without a ledger, which keeps what curves are made of, and an overview, the dashboard's, that listen; in
-  pairs that change their order (ABBA). Process CPU time; output tokens a second of it, on over off, the median of the pairs;
-  and what share of all CPU time is spent in the two themselves.
+  pairs that change their order (ABBA). Process CPU time; output tokens a second of it, on over off, the median of the
+  pairs; and what share of all CPU time is spent in the two themselves.
 
 * load, tenants: see ``benchmarks/observed_load.py``.
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 if TYPE_CHECKING:
     from array import array
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from pagefold.kv.block import Node
 
@@ -38,6 +38,7 @@ __all__ = [
     "PinCause",
     "PinDropped",
     "PrefixLookup",
+    "PrefixMissed",
     "PromptFinished",
     "RequestAdded",
     "RequestCorrupted",
@@ -54,6 +55,7 @@ __all__ = [
     "WaitCause",
     "fan_out",
     "ignore",
+    "length_class",
 ]
 
 EvictionCause: TypeAlias = Literal["allocation", "reset", "corrupted"]
@@ -222,10 +224,14 @@ class TierWritten:
     Attributes:
         num_blocks: how many blocks were given.
         num_kept: how many of them at least one tier keeps.
+        num_bytes: of each tier that took some, bytes of the blocks that it keeps, those that it had already included.
+        seconds: of each of those, how long that took.
     """
 
     num_blocks: int
     num_kept: int
+    num_bytes: Mapping[str, int] = field(default_factory=dict)
+    seconds: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,6 +325,7 @@ class PrefixLookup:
         planned_s: the time for which the step was planned: then it was looked up.
         tail: of the tree, the last node of what it has published or found; None where it publishes nothing. As of
             :class:`BlockEvicted`.
+        loaded_by_tier: ``num_loaded_tokens``, by the tier that they came from.
     """
 
     request_id: str
@@ -331,6 +338,22 @@ class PrefixLookup:
     num_declined_tokens: int = 0
     planned_s: float = 0.0
     tail: Node | None = field(default=None, compare=False)
+    loaded_by_tier: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixMissed:
+    """It is known why tokens of a request that was let in are computed though there is a cache.
+
+    It is told by the ledger (``observe/ledger.py``), which makes causes of the other events; not by the core.
+
+    Attributes:
+        num_tokens: of each cause (:class:`pagefold.observe.misses.Cause`, by its value), how many. At a request's first
+            lookup they are all that were not found; at its return after a preemption, those that are computed again.
+    """
+
+    request_id: str
+    num_tokens: dict[str, int]
 
 
 FetchOutcome: TypeAlias = Literal["brought", "absent", "slow", "no_room", "late", "broken"]
@@ -346,12 +369,16 @@ class FetchEnded:
         outcome: why.
         num_tokens: that device and host lacked, as far as that could be named.
         waited_s: how long it waited.
+        expected_s: how long bringing what it chose was expected to take, when that was decided; None where nothing was.
+        saved_s: how long computing what came, and is of use, would have taken, by what prefills took lately.
     """
 
     request_id: str
     outcome: FetchOutcome
     num_tokens: int
     waited_s: float
+    expected_s: float | None = None
+    saved_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -421,6 +448,7 @@ class FirstToken:
         num_copied_tokens: the part of ``num_cached_tokens`` that lay in a block of which only a part could be used.
         num_loaded_tokens: the part of ``num_cached_tokens`` that was not on the device but in a tier behind it.
         is_warm_up: whether it only warms the cache: nobody waited for its token.
+        num_ahead: how many requests waited already when it came.
     """
 
     request_id: str
@@ -430,6 +458,7 @@ class FirstToken:
     num_copied_tokens: int
     num_loaded_tokens: int = 0
     is_warm_up: bool = False
+    num_ahead: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -439,9 +468,17 @@ class NextTokens:
     Attributes:
         gaps: seconds since a request's token before, to how many requests waited so long. Those that got theirs from
             one step share an entry, so there are few.
+        by_length: the same for each length of requests, prompt and output with this token: 0 for up to 512 tokens, and
+            one more for each doubling (:func:`length_class`).
     """
 
     gaps: dict[float, int]
+    by_length: dict[int, dict[float, int]] = field(default_factory=dict)
+
+
+def length_class(num_tokens: int) -> int:
+    """Return how often 512 tokens must be doubled to be as many as these: 0 for 1 to 512, 1 to 1,024, 2 to 2,048."""
+    return (max(0, num_tokens - 1) >> 9).bit_length()
 
 
 @dataclass(frozen=True, slots=True)
@@ -588,6 +625,7 @@ Event: TypeAlias = (
     | RequestCut
     | StepPlanned
     | PrefixLookup
+    | PrefixMissed
     | RequestPreempted
     | RequestStreamed
     | RequestFinished

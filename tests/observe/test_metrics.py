@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pagefold.engine.status import EngineStatus
 from pagefold.events import (
@@ -15,20 +17,26 @@ from pagefold.events import (
     BlocksReused,
     CacheConfigured,
     EvictionCause,
+    FetchEnded,
     FirstToken,
     NextTokens,
     OutputFinished,
     PinCause,
     PinDropped,
     PrefixLookup,
+    PrefixMissed,
     PromptFinished,
     RequestFinished,
     RequestPreempted,
     StepAbandoned,
     StepApplied,
+    TierRead,
+    TierWritten,
+    length_class,
 )
 from pagefold.memory.cache_size import CacheSize
 from pagefold.observe.metrics import Metrics
+from pagefold.observe.misses import Cause
 from pagefold.request import FinishReason
 
 
@@ -277,3 +285,73 @@ def test_every_cause_of_the_end_of_a_pin_has_a_series(metrics, cause):
     assert value(metrics, "pagefold:pins_dropped_total", cause=cause) == 0
     metrics.emit(PinDropped("p", 3, cause))
     assert value(metrics, "pagefold:pins_dropped_total", cause=cause) == 1
+
+
+# By what, where and when.
+
+
+@given(st.integers(1, 2**23))
+def test_classes_of_lengths_double(num_tokens):
+    number, most = 0, 512
+    while num_tokens > most:
+        number, most = number + 1, most * 2
+    assert length_class(num_tokens) == number
+
+
+def test_tokens_are_timed_by_their_position(metrics):
+    metrics.emit(NextTokens({0.02: 3, 0.5: 1}, {0: {0.02: 1}, 1: {0.02: 2}, 40: {0.5: 1}}))
+    name = "pagefold:inter_token_latency_by_position_seconds"
+    assert value(metrics, f"{name}_count", position="512") == 1
+    assert value(metrics, f"{name}_sum", position="1k") == pytest.approx(0.04)
+    assert value(metrics, f"{name}_count", position="2k") == 0
+    assert value(metrics, f"{name}_count", position="+Inf") == 1  # whatever comes has a place
+    assert value(metrics, "vllm:inter_token_latency_seconds_count") == 4
+
+
+@pytest.mark.parametrize(
+    ("num_ahead", "label"), [(0, "0"), (1, "1-2"), (2, "1-2"), (3, "3-8"), (8, "3-8"), (9, "9-32"), (32, "9-32")]
+)
+def test_first_tokens_are_timed_by_the_queue_that_their_requests_met(metrics, num_ahead, label):
+    metrics.emit(FirstToken("a", 0.3, 10, 0, 0, num_ahead=num_ahead))
+    metrics.emit(FirstToken("b", 0.7, 10, 0, 0, num_ahead=10**6))
+    name = "pagefold:time_to_first_token_by_queue_depth_seconds"
+    assert value(metrics, f"{name}_sum", queue_depth=label) == 0.3
+    assert value(metrics, f"{name}_sum", queue_depth="33+") == 0.7
+
+
+@pytest.mark.parametrize("cause", list(Cause))
+def test_every_cause_of_a_miss_has_a_series(metrics, cause):
+    assert value(metrics, "pagefold:prefix_cache_missed_tokens_total", cause=cause.value) == 0
+    metrics.emit(PrefixMissed("a", {cause.value: 5}))
+    assert value(metrics, "pagefold:prefix_cache_missed_tokens_total", cause=cause.value) == 5
+
+
+def test_hits_are_told_by_the_tier_that_had_them(metrics):
+    of_tiers = {"host": 16, "disk": 32}
+    metrics.emit(PrefixLookup("a", 100, 60, after_preemption=False, num_loaded_tokens=48, loaded_by_tier=of_tiers))
+    hits = {
+        tier: value(metrics, "pagefold:prefix_cache_hit_tokens_total", tier=tier)
+        for tier in ("device", "host", "disk", "remote")
+    }
+    assert hits == {"device": 12, **of_tiers, "remote": 0}
+
+
+def test_tiers_have_a_bandwidth_in_both_directions(metrics):
+    metrics.emit(TierRead("disk", 2, 2000, 0.5, {}))
+    metrics.emit(TierWritten(3, 3, {"disk": 3000, "remote": 0}, {"disk": 0.25, "remote": 1.0}))
+    assert value(metrics, "vllm:kv_offload_tiering_read_bytes_total", tier="disk") == 2000
+    assert value(metrics, "vllm:kv_offload_tiering_read_time_total", tier="disk") == 0.5
+    assert value(metrics, "vllm:kv_offload_tiering_write_bytes_total", tier="disk") == 3000
+    assert value(metrics, "vllm:kv_offload_tiering_write_time_total", tier="remote") == 1
+
+
+def test_waiting_for_a_tier_is_gain_or_regret(metrics):
+    metrics.emit(FetchEnded("won", "brought", 100, waited_s=0.2, expected_s=0.1, saved_s=1.0))
+    metrics.emit(FetchEnded("lost", "late", 50, waited_s=0.5, expected_s=0.3))
+    metrics.emit(FetchEnded("declined", "slow", 70, waited_s=0.0))
+    assert value(metrics, "pagefold:fetch_gain_seconds_total") == pytest.approx(0.8)
+    assert value(metrics, "pagefold:fetch_regret_seconds_total") == 0.5
+    assert value(metrics, "pagefold:fetch_waited_seconds_total") == pytest.approx(0.7)
+    assert value(metrics, "pagefold:fetch_expected_seconds_total") == pytest.approx(0.4)
+    assert value(metrics, "pagefold:fetch_tokens_total", outcome="slow") == 70
+    assert value(metrics, "pagefold:fetches_total", outcome="late") == 1

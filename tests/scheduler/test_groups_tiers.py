@@ -139,6 +139,8 @@ def test_nobody_waits_for_windows_longer_than_computing_takes(faster, waits):
     arbiter.links = {DISK: LinkModel(0.0, faster * 70 * arbiter.block_bytes)}
     tokens = STREAMS[0][: 32 * SIZE + 1]
     kept_of(machine, tokens)
+    ended = []
+    machine.tiering._fetching._emit = ended.append
     request = begun(machine, tokens)
     assert (request.status is RequestStatus.FETCHING) == waits
     assert (arbiter.num_loaded, arbiter.num_refused) == ((1, 0) if waits else (0, 1))
@@ -146,6 +148,11 @@ def test_nobody_waits_for_windows_longer_than_computing_takes(faster, waits):
     assert (request.num_cached_tokens == 32 * SIZE) == waits
     assert arbiter.regret_s == 0
     assert (arbiter.gain_s > 0) == waits
+    (told,) = ended
+    assert told.outcome == ("brought" if waits else "slow")
+    assert told.saved_s - told.waited_s == pytest.approx(arbiter.gain_s)
+    assert (told.expected_s is not None) == waits
+    assert told.saved_s == pytest.approx(1.28 if waits else 0, rel=0.5)
 
 
 @pytest.mark.parametrize("name", ["a window first", "a window behind"])

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from pagefold.observe.traces import Traces
     from pagefold.steps import Runner, StepPlan, StepResult
 
 PATIENCE_S = 60.0
@@ -207,15 +208,17 @@ class LocalServer(AnyServer):
         door: dict[str, Any] | None = None,
         send_buffer_bytes: int | None = None,
         record_trace: Path | None = None,
+        traces: Traces | None = None,
         **settings: Any,
     ) -> None:
         self.model = "tiny"
         metrics = Metrics(self.model)
         config = EngineConfig(model=str(folder), dtype="float64", attention_backend="reference", threads=1, **settings)
         blueprint = plan_engine(config)
-        self.ledger = Ledger(is_on=(door or {}).get("enable_explain", True))
+        heard = (metrics.emit,) if traces is None else (metrics.emit, traces)
+        self.ledger = Ledger(is_on=(door or {}).get("enable_explain", True), tell=fan_out(*heard))
         self.overview = Overview(self.ledger)
-        emit = fan_out(metrics.emit, self.ledger, self.overview)
+        emit = fan_out(*heard, self.ledger, self.overview)
         self.recorder = None if record_trace is None else TraceRecorder(record_trace, time.monotonic)
         if self.recorder is not None:
             self.recorder.begin(config, blueprint.capacity.num_blocks, blueprint.capacity.num_host_blocks)
@@ -234,6 +237,7 @@ class LocalServer(AnyServer):
             metrics=metrics,
             ledger=self.ledger,
             overview=self.overview,
+            traces=traces,
         )
         self._server = uvicorn.Server(http_settings(self.app, config, metrics.count_response))
         listener = listen("127.0.0.1", 0)

@@ -51,6 +51,14 @@ def test_an_error_in_a_stream_is_an_event(poisoned, fields, bias, caplog):
     poisoned.check_pool()
 
 
+def test_the_log_names_the_request(poisoned, caplog):
+    """By the id of its response, which the line of its HTTP request has too, as ``response_id``."""
+    error_of(poisoned.http.post("/v1/completions", json={"prompt": BAD, **GREEDY}), 500)
+    (line,) = [record for record in caplog.records if "NaN or infinite" in record.message]
+    (of_http,) = [record for record in caplog.records if record.name == "pagefold.request"]
+    assert line.request_ids == f"{of_http.response_id}-0"
+
+
 def test_others_of_the_batch_are_answered_as_ever(poisoned, caplog):
     prompt = list(range(200, 230))
     expected = poisoned.complete(prompt, **GREEDY, logprobs=2)["choices"]

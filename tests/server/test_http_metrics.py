@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -101,6 +102,19 @@ def test_counts_are_those_of_the_clients(small):
     assert after["vllm:prompt_tokens_by_source_total", "local_cache_hit"] == num_cached > 0
     by_source = [after["vllm:prompt_tokens_by_source_total", source] for source in ("local_compute", "local_cache_hit")]
     assert sum(by_source) == after["vllm:prompt_tokens_total", ""]
+    # Whatever was not found at a first lookup has a cause, and the causes are those that are explained.
+    missed = {cause: num for (name, cause), num in after.items() if name == "pagefold:prefix_cache_missed_tokens_total"}
+    not_found = after["vllm:prefix_cache_queries_total", ""] - after["vllm:prefix_cache_hits_total", ""]
+    assert sum(missed.values()) - missed["preempted"] == not_found
+    assert missed["preempted"] > 0
+    assert missed["never_seen"] > 0
+    assert {cause: num for cause, num in missed.items() if num} == dict(_explained(small))
+    num_gaps = after["vllm:inter_token_latency_seconds_count", ""]
+    assert after["pagefold:inter_token_latency_by_position_seconds_count", "512"] == num_gaps
+    depths = ("0", "1-2", "3-8", "9-32", "33+")
+    by_depth = [after["pagefold:time_to_first_token_by_queue_depth_seconds_count", depth] for depth in depths]
+    assert sum(by_depth) == num_served
+    assert sum(by_depth[1:]) > 0, "nobody waited"
     num_generated = after["vllm:generation_tokens_total", ""]
     assert num_generated == after["vllm:request_generation_tokens_sum", ""]
     assert num_generated >= sum(usage["completion_tokens"] for usage in usages)
@@ -111,6 +125,15 @@ def test_counts_are_those_of_the_clients(small):
     for name in ("prefill_time_seconds", "decode_time_seconds", "prefill_kv_computed_tokens"):
         assert after[f"vllm:request_{name}_count", ""] == num_served
     assert after["pagefold:kv_waste_perc", ""] == 0 == after["pagefold:num_wasted_slots", ""]
+
+
+def _explained(server: LocalServer) -> Counter[str]:
+    """Tokens by cause, as the ledger has them of each request."""
+    counts: Counter[str] = Counter()
+    for record in server.ledger.all_records():
+        for miss in (*(record.misses or ()), *record.recomputed):
+            counts[miss.cause.value] += miss.num_tokens
+    return counts
 
 
 def test_every_way_to_end_is_counted_once(narrow):

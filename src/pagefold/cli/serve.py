@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from pagefold import __version__
 from pagefold.cli.fail import fail
 from pagefold.cli.options import read_flags, with_flags
 from pagefold.cli.permissions import tell_of_served
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from pagefold.engine.engine import Engine
     from pagefold.events import Emit
     from pagefold.observe.recorder import TraceRecorder
+    from pagefold.observe.traces import Traces
     from pagefold.server.process import WarmPrompt
 
 __all__ = ["check_installed", "quiet_transformers", "serve", "warn_if_open"]
@@ -166,6 +168,15 @@ def _recorder(file: Path | None) -> TraceRecorder | None:
     return None if file is None else TraceRecorder(file, time.monotonic)
 
 
+def _traces(config: ServerConfig, model_name: str) -> Traces | None:
+    if config.otlp_traces_endpoint is None:
+        return None
+    from pagefold.observe.spans import open_spans  # noqa: PLC0415 - only here
+    from pagefold.observe.traces import Traces  # noqa: PLC0415 - only here
+
+    return Traces(open_spans(config.otlp_traces_endpoint, model_name, __version__))
+
+
 def _run(
     engine_config: EngineConfig,
     config: ServerConfig,
@@ -178,6 +189,7 @@ def _run(
     from pagefold.server.process import ServerProcess  # noqa: PLC0415 - imports fastapi and uvicorn
 
     set_up_logs(config.log_format, config.log_level)
+    traces = _traces(config, config.served_model_name or engine_config.model)
     say = _log.info if config.log_format == "json" else typer.echo
     wanted = engine_config.max_num_seqs + config.max_queued_requests
     num_connections = raise_open_files(wanted)
@@ -202,6 +214,7 @@ def _run(
         start_engine=lambda emit: _start_engine(engine_config, emit, say, recorder),
         on_ready=say_ready,
         warm=prompts,
+        traces=traces,
     )
     exit_code = process.run()
     if recorder is not None:

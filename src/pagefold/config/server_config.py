@@ -5,6 +5,7 @@ Names and meaning of flags are vLLM's where vLLM has them.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, TypeAlias, get_args
 
@@ -21,6 +22,7 @@ REASONING_PARSERS = ("deepseek_r1", "deepseek_v3", "glm45", "granite", "mistral"
 MAX_PRIORITY = 2**31
 """A request's priority lies between this and its negative."""
 _MAX_PORT = 65535
+_HTTP_URL = re.compile(r"https?://[^\s/]+", re.ASCII)
 _LEAST_OF_DOOR = {"max_body_bytes": 1, "max_connections": 1, "responses_store_bytes": 0, "max_queued_requests": 0}
 
 
@@ -77,6 +79,7 @@ class ServerConfig:
         log_level: ``debug``, ``info`` (a line for each request), ``warning`` or ``error``.
         tool_call_parser: the form in which the model writes calls of tools; None for what its chat template says.
         reasoning_parser: the form in which the model marks its thinking; None where it is not told from answers.
+        otlp_traces_endpoint: where traces of requests go, by OpenTelemetry's protocol over HTTP; None for nowhere.
         responses_store_bytes: memory for responses that clients go on from by their id; 0 keeps none.
         enable_explain: whether the causes of misses, waits and refusals are remembered, for who asks.
 
@@ -142,6 +145,14 @@ class ServerConfig:
             "qwen3 or seed_oss; it is not told from answers if not given."
         ),
     ] = None
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        Flag(
+            "Where traces of requests go, as http://host:4318/v1/traces; nowhere if not given. "
+            'It takes pip install "pagefold[otel]".',
+            metavar="URL",
+        ),
+    ] = None
     responses_store_bytes: Annotated[
         int, Flag("Memory for /v1/responses that clients go on from by their id, as 64M; 0 keeps none.", metavar="SIZE")
     ] = 64 * 2**20
@@ -167,8 +178,16 @@ class ServerConfig:
             one_of("tool_call_parser", self.tool_call_parser, _TOOL_CALL_PARSERS)
         if self.reasoning_parser is not None:
             one_of("reasoning_parser", self.reasoning_parser, REASONING_PARSERS)
+        self._check_traces()
         self._check_origins()
         self._check_keys()
+
+    def _check_traces(self) -> None:
+        if self.otlp_traces_endpoint is None:
+            return
+        if not _HTTP_URL.match(self.otlp_traces_endpoint):
+            allowed = "a URL that begins with http:// or https://"
+            raise bad_value("otlp_traces_endpoint", repr(self.otlp_traces_endpoint), allowed)
 
     def _check_origins(self) -> None:
         if self.allow_credentials and "*" in self.allowed_origins:

@@ -51,6 +51,9 @@ __all__ = ["Engine"]
 
 _log = logging.getLogger(__name__)
 
+_MOST_NAMED = 16
+"""So many requests one line of the log names at most."""
+
 
 class Engine:
     """Requests in, deltas out, one step at a time.
@@ -326,7 +329,10 @@ class Engine:
             _log.warning("step %d found %s; they are dropped, and what they held is computed", plan.step_id, error)
             return self._all_failed(self.scheduler.abandon(str(error), error.host_ids), error)
         _log.error("step %d failed with %d requests", plan.step_id, plan.num_rows, exc_info=error)
-        return self._all_failed(self.scheduler.abandon(f"{type(error).__name__}: {error}"), error)
+        ended = self.scheduler.abandon(f"{type(error).__name__}: {error}")
+        if ended:
+            _log.error("%d requests end since their steps failed", len(ended), extra=_named(ended))
+        return self._all_failed(ended, error)
 
     def _check_names(self, sample_ids: list[str]) -> None:
         """Refuse the names of a request's samples, the first of which is its own, where somebody has one of them."""
@@ -341,7 +347,9 @@ class Engine:
         ended = self.scheduler.corrupted
         if ended:
             _log.error(
-                "what the model computes for %d requests is NaN or infinite; what they had is dropped", len(ended)
+                "what the model computes for %d requests is NaN or infinite; what they had is dropped",
+                len(ended),
+                extra=_named(ended),
             )
         if self.scheduler.distrusted:
             self.tiering.distrust(self.scheduler.distrusted)
@@ -378,3 +386,8 @@ def _search_beams(samples: list[Request]) -> None:
     group = BeamGroup(samples, search, sampling.logprobs or 0)
     for sample in samples:
         sample.beams = group
+
+
+def _named(requests: list[Request]) -> dict[str, str]:
+    """Return the field of a line of the log that says which requests it is about: the first of them, by their ids."""
+    return {"request_ids": ",".join(request.request_id for request in requests[:_MOST_NAMED])}

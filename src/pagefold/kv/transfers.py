@@ -74,10 +74,14 @@ class Written(NamedTuple):
     Attributes:
         ops: what was to be written.
         num_kept: how many of them at least one tier keeps.
+        kept: how many each tier keeps.
+        seconds: how long each tier took.
     """
 
     ops: Sequence[WriteOp]
     num_kept: int
+    kept: Mapping[str, int] = MappingProxyType({})
+    seconds: Mapping[str, float] = MappingProxyType({})
 
 
 Outcome = Fetched | Found | Written

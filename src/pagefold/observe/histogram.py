@@ -1,4 +1,4 @@
-"""A histogram that takes many equal observations at once; ``prometheus_client``'s own takes them one by one."""
+"""Histograms that take many equal observations at once; ``prometheus_client``'s own takes them one by one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from prometheus_client.metrics_core import Metric
 
-__all__ = ["Histogram"]
+__all__ = ["Histogram", "Histograms"]
 
 
 class Histogram:
@@ -42,8 +42,48 @@ class Histogram:
 
     def collect(self) -> Iterator[Metric]:
         """Yield the histogram as it is now."""
-        names = [*map(floatToGoString, self._bounds), "+Inf"]
         family = HistogramMetricFamily(self._name, self._what, labels=tuple(self._labels))
+        self.add_to(family)
+        yield family
+
+    def add_to(self, family: HistogramMetricFamily) -> None:
+        """Add its series to a family that has its labels."""
+        names = [*map(floatToGoString, self._bounds), "+Inf"]
         buckets = list(zip(names, accumulate(self._nums), strict=True))
         family.add_metric(tuple(self._labels.values()), buckets, self._sum)
+
+
+class Histograms:
+    """One histogram for each value of a label; a collector as :class:`Histogram` is.
+
+    Args:
+        name, what, labels, bounds: as of each of them.
+        label: in which they differ.
+        values: that it takes. There is a series for each from the beginning.
+    """
+
+    def __init__(  # noqa: PLR0913 - a metric, by name
+        self,
+        name: str,
+        what: str,
+        labels: Mapping[str, str],
+        bounds: Sequence[float],
+        *,
+        label: str,
+        values: Sequence[str],
+    ) -> None:
+        self._name = name
+        self._what = what
+        self._labels = (*labels, label)
+        self._of = {value: Histogram(name, what, {**labels, label: value}, bounds) for value in values}
+
+    def __getitem__(self, value: str) -> Histogram:
+        """Return the histogram of a value."""
+        return self._of[value]
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield them as they are now."""
+        family = HistogramMetricFamily(self._name, self._what, labels=self._labels)
+        for histogram in self._of.values():
+            histogram.add_to(family)
         yield family

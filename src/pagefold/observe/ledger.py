@@ -28,12 +28,14 @@ from pagefold.events import (
     PathsDistrusted,
     PinDropped,
     PrefixLookup,
+    PrefixMissed,
     RequestAdded,
     RequestFinished,
     RequestPreempted,
     StepApplied,
     StepPlanned,
     TierRead,
+    ignore,
 )
 from pagefold.kv import TOKEN_BYTES
 from pagefold.kv.names import digest_of
@@ -47,7 +49,7 @@ if TYPE_CHECKING:
     from array import array
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from pagefold.events import Event
+    from pagefold.events import Emit, Event
     from pagefold.kv.block import Node
     from pagefold.observe.nearest_prompts import Nearest
 
@@ -97,6 +99,7 @@ class Ledger:
     Args:
         clock: seconds, the engine's.
         is_on: whether it notes anything.
+        tell: where :class:`~pagefold.events.PrefixMissed` goes.
 
     Attributes:
         is_on: as above.
@@ -108,8 +111,9 @@ class Ledger:
         uses: which blocks requests use, for curves; told by the ledger, since both go by keys of paths.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic, *, is_on: bool = True) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, *, is_on: bool = True, tell: Emit = ignore) -> None:
         self._clock = clock
+        self._tell = tell
         self.is_on = is_on
         self.uses = BlockUses(clock)
         self.has_failed = False
@@ -287,6 +291,7 @@ class Ledger:
             self.block_size,
         )
         record.misses = classify(lookup, keys, self)
+        self._tell_missed(event.request_id, record.misses)
         if self._records.has_others(record.tenant):
             of_all = classify(replace(lookup, sees="all"), keys, self)
             record.admins_misses = of_all if of_all != record.misses else None
@@ -302,7 +307,16 @@ class Ledger:
         record.waits += (Wait("memory", max(0.0, event.planned_s - lost.at_s)),)
         end = min(lost.num_tokens, event.num_tokens)
         if event.num_hit_tokens < end:
-            record.recomputed += (Miss(event.num_hit_tokens, end, Cause.PREEMPTED),)
+            again = Miss(event.num_hit_tokens, end, Cause.PREEMPTED)
+            record.recomputed += (again,)
+            self._tell_missed(event.request_id, (again,))
+
+    def _tell_missed(self, request_id: str, misses: Iterable[Miss]) -> None:
+        """Tell of what is noted how many tokens each cause has."""
+        num_tokens: dict[str, int] = {}
+        for miss in misses:
+            num_tokens[miss.cause.value] = num_tokens.get(miss.cause.value, 0) + miss.num_tokens
+        self._tell(PrefixMissed(request_id, num_tokens))
 
     def _keys(self, record: RequestRecord, event: PrefixLookup) -> list[int]:
         """Return by what the paths of a prompt's full blocks are known. What was found is digested in the tree."""

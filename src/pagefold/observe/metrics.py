@@ -15,29 +15,28 @@ from pagefold.events import (
     DraftsVerified,
     EvictionCause,
     FirstToken,
-    HostTransfer,
     NextTokens,
     OutputFinished,
     PinCause,
     PinDropped,
     PrefixLookup,
+    PrefixMissed,
     PromptFinished,
     RequestCorrupted,
     RequestPreempted,
     RequestStreamed,
     StepAbandoned,
     StepApplied,
-    TierMissCause,
-    TierRead,
-    TierWritten,
 )
 from pagefold.observe.gauges import Gauges
-from pagefold.observe.histogram import Histogram
+from pagefold.observe.misses import Cause
+from pagefold.observe.series import SeriesMaker
+from pagefold.observe.tier_metrics import TIERS, TierMetrics
 from pagefold.request import FinishReason
 from pagefold.speculation.params import MAX_DRAFTS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from prometheus_client.metrics_core import Metric
 
@@ -61,7 +60,6 @@ _REQUEST_S = (
 )
 _STEP_TOKENS = (1, *(2**power for power in range(3, 15)))
 _REQUEST_TOKENS = (*(digit * 10**power for power in range(6) for digit in (1, 2, 5)), 10**6)
-
 _CHOICES = (1, 2, 5, 10, 20)
 _PREEMPTIONS = (0, 1, 2, 5, 10, 20)
 _RESIDENCY_S = (
@@ -70,7 +68,13 @@ _RESIDENCY_S = (
 )
 
 _TOKEN_SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
-_TIERS = ("disk", "remote")
+_HIT_TIERS = ("device", "host", *TIERS)
+
+_LENGTHS = ("512", "1k", "2k", "4k", "8k", "16k", "32k", "64k", "128k", "256k", "512k", "1m", "+Inf")
+"""Names of classes of lengths, each by the most that it has (:func:`pagefold.events.length_class`)."""
+
+_QUEUE_DEPTHS = ((0, "0"), (2, "1-2"), (8, "3-8"), (32, "9-32"), (float("inf"), "33+"))
+"""The most of each class of queue depths, and its name."""
 
 
 class Metrics:
@@ -89,6 +93,7 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._labels = {"model_name": model_name, "engine": "0"}
         self._lock = threading.Lock()
+        self._series = SeriesMaker(self.registry, self._labels)
         self._gauges = Gauges(self._labels)
         self._make_counters()
         self._make_histograms()
@@ -101,19 +106,18 @@ class Metrics:
             ChunksPacked: self._on_chunks_packed,
             DraftsVerified: self._on_drafts_verified,
             FirstToken: self._on_first_token,
-            HostTransfer: self._on_host_transfer,
             NextTokens: self._on_next_tokens,
             OutputFinished: self._on_output_finished,
             PinDropped: self._on_pin_dropped,
             PrefixLookup: self._on_prefix_lookup,
+            PrefixMissed: self._on_prefix_missed,
             PromptFinished: self._on_prompt_finished,
             RequestCorrupted: self._on_request_corrupted,
             RequestPreempted: self._on_request_preempted,
             RequestStreamed: self._on_request_streamed,
             StepAbandoned: self._on_step_abandoned,
             StepApplied: self._on_step_applied,
-            TierRead: self._on_tier_read,
-            TierWritten: self._on_tier_written,
+            **TierMetrics(self._series).on,
         }
 
     def watch(self, status: Callable[[], EngineStatus]) -> None:
@@ -153,118 +157,120 @@ class Metrics:
     # What there is.
 
     def _make_counters(self) -> None:
-        self._prefix_queries = self._counter(
+        self._prefix_queries = self._series.counter(
             "vllm:prefix_cache_queries", "Prompt tokens looked up in the cache, once a request: when it is let in."
         )
-        self._prefix_hits = self._counter(
+        self._prefix_hits = self._series.counter(
             "vllm:prefix_cache_hits",
             "Those of them that were found on the device. What a preempted request finds again of its own is no hit.",
         )
-        self._prefix_lost = self._counter(
+        self._prefix_lost = self._series.counter(
             "pagefold:prefix_cache_lost_windows_tokens",
             "Those of them that are cached in layers that keep all, and were computed once more: of a layer that keeps "
             "the last tokens only, the window is gone that whoever goes on there needs.",
         )
-        self._external_queries = self._counter(
+        self._hits_by_tier = self._series.counters(
+            "pagefold:prefix_cache_hit_tokens",
+            "Prompt tokens that were found at a request's first lookup, by where they were.",
+            "tier",
+            _HIT_TIERS,
+        )
+        self._missed = self._series.counters(
+            "pagefold:prefix_cache_missed_tokens",
+            "Tokens that were not found at a lookup and are computed, by cause: as /v1/explain tells it, to the tenant "
+            "alone. Those of cause preempted had been computed before; all others are those of first lookups.",
+            "cause",
+            [cause.value for cause in Cause],
+        )
+        self._declined = self._series.counter(
+            "pagefold:host_declined_tokens",
+            "Tokens that the host's memory held at a request's first lookup, and that were computed since that was "
+            "expected to be sooner.",
+        )
+        self._external_queries = self._series.counter(
             "vllm:external_prefix_cache_queries",
             "Prompt tokens that the device did not have and that were looked up in tiers behind it; 0 without tiers.",
         )
-        self._external_hits = self._counter(
+        self._external_hits = self._series.counter(
             "vllm:external_prefix_cache_hits", "Those of them that were loaded from there: the host, a disk, a remote."
         )
-        self._prompt_tokens = self._counter(
+        self._prompt_tokens = self._series.counter(
             "vllm:prompt_tokens", "Tokens of prompts, counted when their request gets its first token."
         )
-        self._by_source = self._counters(
+        self._by_source = self._series.counters(
             "vllm:prompt_tokens_by_source",
             "The same tokens by where their KV came from: computed, found on the device, loaded from a tier behind it.",
             "source",
             _TOKEN_SOURCES,
         )
-        self._cached_tokens = self._counter("vllm:prompt_tokens_cached", "Those of them that need not be computed.")
-        self._cached_by_source = self._counters(
+        self._cached_tokens = self._series.counter(
+            "vllm:prompt_tokens_cached", "Those of them that need not be computed."
+        )
+        self._cached_by_source = self._series.counters(
             "vllm:prompt_tokens_cached_by_source",
             "The cached ones by where their KV was: on the device, or in a tier behind it.",
             "source",
             _TOKEN_SOURCES[1:],
         )
-        self._copied_tokens = self._counter(
+        self._copied_tokens = self._series.counter(
             "pagefold:prompt_tokens_copied",
             "Those of the cached ones that lay in a block of which only a part could be used: the block was copied.",
         )
-        self._generation_tokens = self._counter("vllm:generation_tokens", "Tokens sampled.")
-        self._packed_chunks = self._counter("pagefold:packed_chunks", "Chunks of tokens of which a share was kept.")
-        self._granted_blocks = self._counter("pagefold:packed_blocks_granted", "Blocks that those chunks filled whole.")
-        self._kept_blocks = self._counter("pagefold:packed_blocks_kept", "Blocks that what was kept of them fills.")
-        self._drafts = self._counter("vllm:spec_decode_num_drafts", "Rows of steps that had drafts.")
-        self._draft_tokens = self._counter("vllm:spec_decode_num_draft_tokens", "Drafts that were computed.")
-        self._accepted_tokens = self._counter(
+        self._generation_tokens = self._series.counter("vllm:generation_tokens", "Tokens sampled.")
+        self._packed_chunks = self._series.counter(
+            "pagefold:packed_chunks", "Chunks of tokens of which a share was kept."
+        )
+        self._granted_blocks = self._series.counter(
+            "pagefold:packed_blocks_granted", "Blocks that those chunks filled whole."
+        )
+        self._kept_blocks = self._series.counter(
+            "pagefold:packed_blocks_kept", "Blocks that what was kept of them fills."
+        )
+        self._drafts = self._series.counter("vllm:spec_decode_num_drafts", "Rows of steps that had drafts.")
+        self._draft_tokens = self._series.counter("vllm:spec_decode_num_draft_tokens", "Drafts that were computed.")
+        self._accepted_tokens = self._series.counter(
             "vllm:spec_decode_num_accepted_tokens", "Those of them that were what their requests sampled."
         )
-        self._accepted_by_position = self._counters(
+        self._accepted_by_position = self._series.counters(
             "vllm:spec_decode_num_accepted_tokens_per_pos",
             "The same by their position in the row's drafts, from 0.",
             "position",
             [str(position) for position in range(MAX_DRAFTS)],
         )
-        self._recomputed_tokens = self._counter(
+        self._recomputed_tokens = self._series.counter(
             "pagefold:tokens_recomputed",
             "Tokens computed again after a preemption. (vLLM's prompt_tokens_recomputed is another thing: the last "
             "token of a prompt that was found whole.)",
         )
-        self._host_blocks = self._counters(
-            "pagefold:host_blocks",
-            "Blocks that went to the host's memory when they were evicted (stored), came back from there (loaded), or "
-            "did not come back as they had been, and were computed anew (damaged).",
-            "move",
-            ("stored", "loaded", "damaged"),
-        )
-        self._tier_bytes = self._counters(
-            "vllm:kv_offload_tiering_read_bytes",
-            "Bytes of blocks that came from slow tiers, and were right.",
-            "tier",
-            _TIERS,
-        )
-        self._tier_s = self._counters(
-            "vllm:kv_offload_tiering_read_time", "Seconds that this took, checks included.", "tier", _TIERS
-        )
-        self._tier_misses = self._counters(
-            "pagefold:tier_blocks_missed",
-            "Blocks that were asked for from slow tiers and did not come, by cause; they were computed.",
-            "cause",
-            get_args(TierMissCause),
-        )
-        self._tier_writes = self._counters(
-            "pagefold:tier_blocks_written",
-            "Blocks that were given to slow tiers: kept by one at least, or by none.",
-            "outcome",
-            ("kept", "not_kept"),
-        )
-        self._streamed = self._counter(
+        self._streamed = self._series.counter(
             "pagefold:requests_streamed", "Times that a request was admitted which is larger than the KV budget."
         )
-        self._preemptions = self._counter("vllm:num_preemptions", "Times that a running request gave its blocks back.")
-        self._corrupted = self._counter(
+        self._preemptions = self._series.counter(
+            "vllm:num_preemptions", "Times that a running request gave its blocks back."
+        )
+        self._corrupted = self._series.counter(
             "vllm:corrupted_requests",
             "Sequences that ended because what the model computed for them was NaN or infinite; what they had was "
             "dropped from the cache.",
         )
-        self._finished = self._counters(
+        self._finished = self._series.counters(
             "vllm:request_success",
             "Requests that ended, by why, as their clients were told.",
             "finished_reason",
             get_args(FinishReason),
         )
-        self._evicted = self._counters(
+        self._evicted = self._series.counters(
             "pagefold:blocks_evicted", "Cached blocks dropped, by why.", "cause", get_args(EvictionCause)
         )
-        self._pins_dropped = self._counters(
+        self._pins_dropped = self._series.counters(
             "pagefold:pins_dropped",
             "Pins that ended, by why; quota counts those that never came to be.",
             "cause",
             get_args(PinCause),
         )
-        self._steps_failed = self._counter("pagefold:steps_failed", "Steps whose results were lost and taken back.")
+        self._steps_failed = self._series.counter(
+            "pagefold:steps_failed", "Steps whose results were lost and taken back."
+        )
         self._responses = Counter(
             "pagefold:http_responses",
             "HTTP responses by the labels route, as the API's description has it, and status: 429 is a full queue. "
@@ -274,99 +280,101 @@ class Metrics:
         )
 
     def _make_histograms(self) -> None:
-        self._ttft_s = self._histogram(
+        self._ttft_s = self._series.histogram(
             "vllm:time_to_first_token_seconds", "From a request's arrival at the engine to its first token.", _TTFT_S
         )
-        self._inter_token_s = self._histogram(
+        self._ttft_by_depth_s = self._series.histograms(
+            "pagefold:time_to_first_token_by_queue_depth_seconds",
+            "The same by how many requests waited already when the request came.",
+            _TTFT_S,
+            "queue_depth",
+            [name for _, name in _QUEUE_DEPTHS],
+        )
+        self._inter_token_s = self._series.histogram(
             "vllm:inter_token_latency_seconds",
             "From each token of a request to the next, preemptions and failed steps between them included.",
             _INTER_TOKEN_S,
         )
-        self._time_per_output_token_s = self._histogram(
+        self._inter_token_by_length_s = self._series.histograms(
+            "pagefold:inter_token_latency_by_position_seconds",
+            "The same by the token's position in its sequence, the prompt included: each label is the last position of "
+            "its class, and the class before ends where it begins.",
+            _INTER_TOKEN_S,
+            "position",
+            _LENGTHS,
+        )
+        self._time_per_output_token_s = self._series.histogram(
             "vllm:request_time_per_output_token_seconds",
             "Mean of a request's inter-token latencies; requests of two tokens and more.",
             _INTER_TOKEN_S,
         )
-        self._e2e_s = self._histogram(
+        self._e2e_s = self._series.histogram(
             "vllm:e2e_request_latency_seconds", "From a request's arrival at the engine to its end.", _REQUEST_S
         )
-        self._queue_s = self._histogram(
+        self._queue_s = self._series.histogram(
             "vllm:request_queue_time_seconds",
             "From a request's arrival until it is first scheduled; its whole life if it never is. "
             "A preempted request's second wait is no part of it.",
             _REQUEST_S,
         )
-        self._prefill_s = self._histogram(
+        self._prefill_s = self._series.histogram(
             "vllm:request_prefill_time_seconds",
             "From a request's first schedule to its first token; requests that got one.",
             _REQUEST_S,
         )
-        self._decode_s = self._histogram(
+        self._decode_s = self._series.histogram(
             "vllm:request_decode_time_seconds",
             "From a request's first token to its last; requests that got one.",
             _REQUEST_S,
         )
-        self._inference_s = self._histogram(
+        self._inference_s = self._series.histogram(
             "vllm:request_inference_time_seconds", "Prefill and decode time together.", _REQUEST_S
         )
-        self._request_prompt_tokens = self._histogram(
+        self._request_prompt_tokens = self._series.histogram(
             "vllm:request_prompt_tokens", "Prompt tokens of each request that ended.", _REQUEST_TOKENS
         )
-        self._request_generation_tokens = self._histogram(
+        self._request_generation_tokens = self._series.histogram(
             "vllm:request_generation_tokens", "Output tokens of each request that ended.", _REQUEST_TOKENS
         )
-        self._request_choices = self._histogram(
+        self._request_choices = self._series.histogram(
             "vllm:request_params_n", "Choices that each request asked for: n.", _CHOICES
         )
-        self._request_longest_tokens = self._histogram(
+        self._request_longest_tokens = self._series.histogram(
             "vllm:request_max_num_generation_tokens",
             "Output tokens of the longest sample of each request, once all have ended.",
             _REQUEST_TOKENS,
         )
-        self._request_allowed_tokens = self._histogram(
+        self._request_allowed_tokens = self._series.histogram(
             "vllm:request_params_max_tokens",
             "Output tokens that each sample that ended might have had: max_tokens, or what the context leaves.",
             _REQUEST_TOKENS,
         )
-        self._request_preemptions = self._histogram(
+        self._request_preemptions = self._series.histogram(
             "vllm:request_num_preemptions", "Times that each sample that ended gave its blocks back.", _PREEMPTIONS
         )
-        self._block_lifetime_s = self._histogram(
+        self._block_lifetime_s = self._series.histogram(
             "vllm:kv_block_lifetime_seconds",
             "From when a block was published to when another sequence got its memory. Of all blocks, not of a sample.",
             _RESIDENCY_S,
         )
-        self._block_idle_s = self._histogram(
+        self._block_idle_s = self._series.histogram(
             "vllm:kv_block_idle_before_evict_seconds",
             "From when a block was last used (published, found, or let go) to when another sequence got its memory.",
             _RESIDENCY_S,
         )
-        self._block_gap_s = self._histogram(
+        self._block_gap_s = self._series.histogram(
             "vllm:kv_block_reuse_gap_seconds",
             "From when a block was last used (published, found, or let go) to when a request found it, for every find.",
             _RESIDENCY_S,
         )
-        self._prefill_computed_tokens = self._histogram(
+        self._prefill_computed_tokens = self._series.histogram(
             "vllm:request_prefill_kv_computed_tokens",
             "Prompt tokens of each request that were computed and not found; requests that got a token.",
             _REQUEST_TOKENS,
         )
-        self._step_tokens = self._histogram(
+        self._step_tokens = self._series.histogram(
             "vllm:iteration_tokens_total", "Tokens that each step computed, of prompts and outputs.", _STEP_TOKENS
         )
-
-    def _counter(self, name: str, what: str) -> Counter:
-        return Counter(name, what, tuple(self._labels), registry=self.registry).labels(**self._labels)
-
-    def _counters(self, name: str, what: str, label: str, values: Sequence[str]) -> dict[str, Counter]:
-        """Make a series for each value, so that a reader sees zeros and not gaps."""
-        counter = Counter(name, what, (*self._labels, label), registry=self.registry)
-        return {value: counter.labels(**self._labels, **{label: value}) for value in values}
-
-    def _histogram(self, name: str, what: str, bounds: Sequence[float]) -> Histogram:
-        histogram = Histogram(name, what, self._labels, bounds)
-        self.registry.register(histogram)
-        return histogram
 
     # What happens.
 
@@ -383,21 +391,6 @@ class Metrics:
     def _on_cache_configured(self, event: CacheConfigured) -> None:
         self._gauges.settings = event.settings
 
-    def _on_host_transfer(self, event: HostTransfer) -> None:
-        self._host_blocks["stored"].inc(event.num_stored_blocks)
-        self._host_blocks["loaded"].inc(event.num_loaded_blocks)
-        self._host_blocks["damaged"].inc(len(event.damaged_ids))
-
-    def _on_tier_read(self, event: TierRead) -> None:
-        self._tier_bytes[event.tier].inc(event.num_bytes)
-        self._tier_s[event.tier].inc(event.seconds)
-        for cause, num_blocks in event.num_missed.items():
-            self._tier_misses[cause].inc(num_blocks)
-
-    def _on_tier_written(self, event: TierWritten) -> None:
-        self._tier_writes["kept"].inc(event.num_kept)
-        self._tier_writes["not_kept"].inc(event.num_blocks - event.num_kept)
-
     def _on_prefix_lookup(self, event: PrefixLookup) -> None:
         if event.after_preemption:  # its own blocks, found again, are no saving
             return
@@ -405,9 +398,17 @@ class Metrics:
         num_on_device = event.num_hit_tokens - event.num_loaded_tokens
         self._prefix_hits.inc(num_on_device)
         self._prefix_lost.inc(event.num_lost_tokens)
+        self._declined.inc(event.num_declined_tokens)
+        self._hits_by_tier["device"].inc(num_on_device)
+        for tier, num_tokens in event.loaded_by_tier.items():
+            self._hits_by_tier[tier].inc(num_tokens)
         if event.has_tiers:
             self._external_queries.inc(event.num_tokens - num_on_device)
             self._external_hits.inc(event.num_loaded_tokens)
+
+    def _on_prefix_missed(self, event: PrefixMissed) -> None:
+        for cause, num_tokens in event.num_tokens.items():
+            self._missed[cause].inc(num_tokens)
 
     def _on_chunks_packed(self, event: ChunksPacked) -> None:
         self._packed_chunks.inc(event.num_chunks)
@@ -425,6 +426,8 @@ class Metrics:
     def _on_first_token(self, event: FirstToken) -> None:
         if not event.is_warm_up:
             self._ttft_s.observe(event.ttft_s)
+            depth = next(name for most, name in _QUEUE_DEPTHS if event.num_ahead <= most)
+            self._ttft_by_depth_s[depth].observe(event.ttft_s)
         self._prompt_tokens.inc(event.num_prompt_tokens)
         self._by_source["local_compute"].inc(event.num_prompt_tokens - event.num_cached_tokens)
         self._by_source["local_cache_hit"].inc(event.num_cached_tokens - event.num_loaded_tokens)
@@ -437,6 +440,10 @@ class Metrics:
     def _on_next_tokens(self, event: NextTokens) -> None:
         for gap_s, num in event.gaps.items():
             self._inter_token_s.observe(gap_s, num)
+        for length, gaps in event.by_length.items():
+            histogram = self._inter_token_by_length_s[_LENGTHS[min(length, len(_LENGTHS) - 1)]]
+            for gap_s, num in gaps.items():
+                histogram.observe(gap_s, num)
 
     def _on_output_finished(self, event: OutputFinished) -> None:
         if event.is_warm_up:  # its tokens count as others do, but it is no client's request

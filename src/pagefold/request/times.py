@@ -15,12 +15,14 @@ class RequestTimes:
         arrival_s: when the request came.
         scheduled_s: a step was first planned with it. What comes after, a preemption or a failed step, changes nothing.
         first_token_s, last_token_s: it got its first token, and the last one so far.
+        num_ahead: how many requests waited already when it came.
     """
 
     arrival_s: float
     scheduled_s: float | None = None
     first_token_s: float | None = None
     last_token_s: float | None = None
+    num_ahead: int = 0
 
     @property
     def queue_s(self) -> float | None:

@@ -327,28 +327,37 @@ class Fetching:
         wanted.is_over = True
         if wanted.request is not None:
             self._scheduler.ready(wanted.request)
-            self._tell(wanted, now)
         mixed = wanted.missing.mixed() if wanted.fetch is not None else []
         if mixed:  # else it would come again, and be of no use again
             self._slow.fetches.reject(mixed)
             self._transfer.forget(mixed)
+        has_all = wanted.fetch is not None and not wanted.missing.rest().names and not mixed
+        num_places = wanted.missing.gain(wanted.fetch.num_arrived) if wanted.fetch is not None and has_all else 0
+        self._tell(wanted, now, num_places)
         begun = wanted.first or wanted.fetch
         if begun is not None and wanted.request is not None:
-            has_all = wanted.fetch is not None and not wanted.missing.rest().names and not mixed
-            num_places = wanted.missing.gain(wanted.fetch.num_arrived) if wanted.fetch is not None and has_all else 0
             self._slow.arbiter.account(num_places, now - begun.begun_s)
         if wanted.fetch is None or wanted.request is None:
             self._end(wanted)
 
-    def _tell(self, wanted: Wanted, now: float) -> None:
-        """Tell what has become of what a request lacked, if that was anything."""
+    def _tell(self, wanted: Wanted, now: float, num_saved_places: int = 0) -> None:
+        """Tell what has become of what a request lacked, if that was anything.
+
+        Args:
+            wanted: what it lacked.
+            now: the time.
+            num_saved_places: places of its path that it need not compute, since their blocks have come.
+        """
         request, missing = wanted.request, wanted.missing
         num_places = missing.at_stake(len(missing.names))
         if request is None or not num_places:
             return
         num_tokens = num_places * self._scheduler.core.block_size
         waited_s = 0.0 if wanted.ticket is None else now - wanted.held_s
-        self._emit(FetchEnded(request.request_id, wanted.outcome, num_tokens, waited_s))
+        verdict = wanted.verdict
+        expected_s = verdict.load_s if verdict is not None and verdict.num_blocks else None
+        saved_s = self._slow.arbiter.compute_s(num_saved_places)
+        self._emit(FetchEnded(request.request_id, wanted.outcome, num_tokens, waited_s, expected_s, saved_s))
 
     def _bring_rest(self, wanted: Wanted, now: float) -> bool:
         """Blocks have come: bring what they say is missing beside them, if that pays; whether it is waited for."""

@@ -166,7 +166,9 @@ class Scheduler:
         The caller has checked that it can ever fit: at most ``max_model_len`` tokens and ``max_num_seqs`` samples.
         """
         assert request.num_seqs <= self.limits.max_num_seqs, "more samples than seats"
+        num_ahead = len(self._queues.waiting) + len(self._queues.fetching)
         for sample in (request, *request.forks):
+            sample.times.num_ahead = num_ahead
             sample.index = self._num_arrived
             self._num_arrived += 1
             sample.order = self.policy.key(sample)

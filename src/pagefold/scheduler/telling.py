@@ -65,5 +65,6 @@ def tell_lookups(emit: Emit, step: StepInFlight, *, has_tiers: bool) -> None:
                 request.num_declined_tokens,
                 step.now,
                 None if request.cache is None else request.cache.tail,
+                dict(request.num_loaded_tokens),
             )
         )

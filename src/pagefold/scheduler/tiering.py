@@ -236,7 +236,9 @@ class Tiering:
             self._fetching.found(outcome, now)
         elif isinstance(outcome, Written):
             self._slow.writes.written(outcome.ops, outcome.num_kept)
-            self._emit(TierWritten(len(outcome.ops), outcome.num_kept))
+            block_bytes = self._slow.arbiter.block_bytes
+            num_bytes = {tier: num_kept * block_bytes for tier, num_kept in outcome.kept.items()}
+            self._emit(TierWritten(len(outcome.ops), outcome.num_kept, num_bytes, outcome.seconds))
         else:
             self._note_fetched(outcome, now)
 

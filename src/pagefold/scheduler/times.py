@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pagefold.events import FirstToken, NextTokens, OutputFinished
+from pagefold.events import FirstToken, NextTokens, OutputFinished, length_class
 
 if TYPE_CHECKING:
     from pagefold.events import Emit
@@ -18,7 +18,7 @@ def tell_tokens(emit: Emit, requests: list[Request], now: float, block_size: int
 
     The samples of one prompt have one first token.
     """
-    gaps: dict[float, int] = {}
+    waits: dict[tuple[int, float], int] = {}  # by class of length, and gap: few, though there may be many requests
     for request in requests:
         times = request.times
         last_s = times.last_token_s
@@ -37,13 +37,19 @@ def tell_tokens(emit: Emit, requests: list[Request], now: float, block_size: int
                     num_cached % block_size,
                     sum(request.num_loaded_tokens.values()),
                     is_warm_up=request.warm_up is not None,
+                    num_ahead=times.num_ahead,
                 )
             )
         else:
-            gap_s = now - last_s
-            gaps[gap_s] = gaps.get(gap_s, 0) + 1
-    if gaps:
-        emit(NextTokens(gaps))
+            wait = length_class(request.num_tokens), now - last_s
+            waits[wait] = waits.get(wait, 0) + 1
+    if waits:
+        gaps: dict[float, int] = {}
+        by_length: dict[int, dict[float, int]] = {}
+        for (length, gap_s), num in waits.items():
+            gaps[gap_s] = gaps.get(gap_s, 0) + num
+            by_length.setdefault(length, {})[gap_s] = num
+        emit(NextTokens(gaps, by_length))
 
 
 def tell_end(emit: Emit, request: Request, reason: FinishReason, now: float) -> None:

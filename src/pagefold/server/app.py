@@ -32,6 +32,7 @@ from pagefold.server.request_log import RequestLog
 from pagefold.server.responses import ResponseStore, response_routes
 from pagefold.server.served import Served
 from pagefold.server.tokenize import tokenize_routes
+from pagefold.server.tracing import TraceRequests
 from pagefold.server.warming import Warmer, tenants_of
 from pagefold.server.whatif import whatif_routes
 
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from pagefold.engine.client import EngineClient
     from pagefold.observe.ledger import Ledger
     from pagefold.observe.metrics import Metrics
+    from pagefold.observe.traces import Traces
 
 __all__ = ["create_app"]
 
@@ -54,6 +56,7 @@ def create_app(  # noqa: PLR0913 - the parts that it puts together, by name
     metrics: Metrics,
     ledger: Ledger,
     overview: Overview | None = None,
+    traces: Traces | None = None,
 ) -> FastAPI:
     """Return the ASGI app that serves ``client``.
 
@@ -64,6 +67,7 @@ def create_app(  # noqa: PLR0913 - the parts that it puts together, by name
         metrics: what ``/metrics`` shows; the engine's events must go to its ``emit``.
         ledger: what ``/v1/explain`` and ``/v1/cache/whatif`` tell of; they must go to it too.
         overview: what the dashboard shows; they must go to it behind the ledger. None for one that hears nothing.
+        traces: told when an HTTP request has ended; they must go to it too. None where nobody traces.
     """
     app = FastAPI(title="Pagefold", version=__version__, redirect_slashes=False)
     app.state.checker = BodyChecker(config.max_body_bytes)  # for every CheckedRoute
@@ -74,6 +78,8 @@ def create_app(  # noqa: PLR0913 - the parts that it puts together, by name
     add_error_handlers(app)
     app.add_middleware(AnthropicErrors)
     allow_origins(app, config)
+    if traces is not None:
+        app.add_middleware(TraceRequests, end=traces.end_http)
     decode = partial(_text_of, client)
     explanations = Explanations(ledger, decode)
     diagnoses = Diagnoses(explanations)

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from pagefold.config import ServerConfig
     from pagefold.engine.engine import Engine
     from pagefold.events import Emit
+    from pagefold.observe.traces import Traces
     from pagefold.server.body_checker import BodyChecker
     from pagefold.server.warm_schemas import WarmRequest
 
@@ -68,6 +69,7 @@ class ServerProcess:
         start_engine: loads the model; called on a thread of its own with where the engine's events go.
         on_ready: called when requests are taken.
         warm: what to cache before requests are taken. A prompt that cannot be warmed is told to the log.
+        traces: notes what happens to requests, and is closed at the end; None where nobody traces.
     """
 
     def __init__(  # noqa: PLR0913 - the parts that it holds together
@@ -79,6 +81,7 @@ class ServerProcess:
         start_engine: Callable[[Emit], Engine],
         on_ready: Callable[[], None],
         warm: Sequence[WarmPrompt] = (),
+        traces: Traces | None = None,
     ) -> None:
         self._model_name = model_name
         self._warm = warm
@@ -87,8 +90,11 @@ class ServerProcess:
         self._start_engine = start_engine
         self._on_ready = on_ready
         self._metrics = Metrics(model_name)
-        self._ledger = Ledger(is_on=config.enable_explain)
+        self._traces = traces
+        heard = (self._metrics.emit,) if traces is None else (self._metrics.emit, traces)
+        self._ledger = Ledger(is_on=config.enable_explain, tell=fan_out(*heard))
         self._overview = Overview(self._ledger)
+        self._emit = fan_out(*heard, self._ledger, self._overview)
         self._late = LateEngine()
         self._starter: threading.Thread | None = None
         self._engine: EngineThread | None = None
@@ -103,6 +109,7 @@ class ServerProcess:
             metrics=self._metrics,
             ledger=self._ledger,
             overview=self._overview,
+            traces=traces,
         )
         self._bodies: BodyChecker = app.state.checker
         self._server = _Server(
@@ -126,6 +133,8 @@ class ServerProcess:
             asyncio.run(self._serve())
         finally:
             self._bodies.close()
+            if self._traces is not None:
+                self._traces.close()
         if self._failure is not None:
             raise self._failure
         return self._exit_code
@@ -148,7 +157,7 @@ class ServerProcess:
         """Start the engine; on a thread of its own."""
         engine: Engine | BaseException
         try:
-            engine = self._start_engine(fan_out(self._metrics.emit, self._ledger, self._overview))
+            engine = self._start_engine(self._emit)
         except BaseException as error:  # noqa: BLE001 - raised again by run
             engine = error
         with contextlib.suppress(RuntimeError):  # the loop has closed: nobody waits for it

@@ -105,23 +105,25 @@ class TransferThreads:
         arena = self._arena
         puts = [Put(op.name, arena.payload(op.host_id), arena.checksum(op.host_id), op.note) for op in ops]
         left = list(self._workers.values())
-        num_kept = 0
+        kept: dict[str, int] = {}
+        seconds: dict[str, float] = {}
 
         def write_on() -> None:
-            nonlocal num_kept
             workers = left.pop(0)
             workers.num_writing = 1
+            began, tier = time.perf_counter(), workers.store.tier
             try:
-                num_kept = max(num_kept, workers.store.put(puts))
+                kept[tier] = workers.store.put(puts)
+                seconds[tier] = time.perf_counter() - began
             except StoreError as error:
                 _log.warning("%s", error)
             except Exception:  # noqa: BLE001 - a bug of a store's: the blocks must be let go of all the same
-                _log.exception("blocks were not written to the %s tier", workers.store.tier)
+                _log.exception("blocks were not written to the %s tier", tier)
             if left:
                 with contextlib.suppress(RuntimeError):  # all is being closed
                     left[0].writer.submit(write_on)
             else:
-                self._tell(Written(ops, num_kept))
+                self._tell(Written(ops, max(kept.values(), default=0), kept, seconds))
             workers.num_writing = 0
 
         left[0].writer.submit(write_on)
