@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import uvicorn
 
@@ -32,49 +32,12 @@ from pagefold.sim.null_runner import NullRunner
 if TYPE_CHECKING:
     import socket
     from array import array
-    from collections.abc import Callable
 
     from pagefold.events import Event
 
 NS = Namespace(model="m").key()
 NUM_BLOCKS, NUM_HOST_BLOCKS, BLOCK_SIZE = 640, 960, 16
 DURATION_S, STEP_S, TOKEN_S = 700.0, 0.06, 0.0008
-
-
-_POLICIES = ("learned", "lru", "s3fifo")
-CURVE: dict[str, Any] = {
-    "policies": [
-        {
-            "policy": policy,
-            "is_used": policy == "learned",
-            "points": [
-                {"num_blocks": 160 * n, "bytes": 160 * n * 368_640, "hit_ratio": (0.9 - 0.06 * index) * n / (n + 1.2)}
-                for n in range(1, 13)
-            ],
-        }
-        for index, policy in enumerate(_POLICIES)
-    ],
-    "num_blocks": 640,
-    "told": "Twice the blocks would find 7 % more of all prompt tokens.",
-}
-"""What ``/v1/cache/whatif`` answers, in form."""
-ADVICE: dict[str, Any] = {
-    "object": "list",
-    "data": [
-        {
-            "told": "A time at token 0 of the system prompt costs 351 tokens a request.",
-            "remedy": "Put it behind what stays.",
-            "tokens": 22_266,
-            "num_requests": 61,
-            "share_of_prompt_time": 0.31,
-        }
-    ],
-}
-"""What ``/v1/advice`` answers, in form."""
-
-
-def _says(answer: Any) -> Callable[[], Any]:
-    return lambda: answer
 
 
 class _Watched(LateEngine):
@@ -93,14 +56,15 @@ class Stage:
 
     Args:
         model_name: what the page shows.
-        routes: further ones: answers by path.
+        door: of the server.
     """
 
-    def __init__(self, model_name: str = "smollm2-135m", routes: dict[str, Any] | None = None) -> None:
+    def __init__(self, model_name: str = "smollm2-135m", door: ServerConfig | None = None) -> None:
         self._clock = VirtualClock()
         self._clock.advance(50_000.0)
         self._random = Random(5)
-        ledger = Ledger(self._clock)
+        config = door or ServerConfig()
+        ledger = Ledger(self._clock, is_on=config.enable_explain)
         overview = Overview(ledger, self._clock)
         self._emit = fan_out(ledger, overview, self._note)
         self._emit(CacheConfigured({}, NUM_BLOCKS, BLOCK_SIZE, "learned"))
@@ -117,7 +81,6 @@ class Stage:
         self._requests: dict[str, Request] = {}
         overview.watch(lambda: EngineStatus.of(self._scheduler))
         self._play()
-        config = ServerConfig()
         metrics = Metrics(model_name)
         self.app = create_app(
             _Watched(self._scheduler),
@@ -127,8 +90,6 @@ class Stage:
             ledger=ledger,
             overview=overview,
         )
-        for path, answer in (routes or {}).items():
-            self.app.add_api_route(path, _says(answer), response_model=None)
         self._server = uvicorn.Server(http_settings(self.app, config, metrics.count_response))
         listener: socket.socket = listen("127.0.0.1", 0)
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [listener]}, daemon=True)

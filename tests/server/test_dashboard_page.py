@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from chromium import Chromium, Page, needs_chromium
-from dashboard_stage import ADVICE, CURVE, Stage
+from dashboard_stage import Stage
 from local_server import LocalServer
+
+from pagefold.config import ServerConfig
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 pytestmark = needs_chromium
-
-MORE = {"/v1/cache/whatif": CURVE, "/v1/advice": ADVICE}
 
 LOW_CONTRAST = """(() => {
   const rgb = (text) => text.match(/[\\d.]+/g).map(Number);
@@ -73,7 +73,7 @@ def browser() -> Iterator[Chromium]:
 
 @pytest.fixture(scope="module")
 def stage() -> Iterator[Stage]:
-    stage = Stage(routes=MORE)
+    stage = Stage()
     yield stage
     stage.close()
 
@@ -86,7 +86,7 @@ def opened(browser: Chromium, url: str, **how: Any) -> Page:
 
 def shown(browser: Chromium, stage: Stage, **how: Any) -> Page:
     page = opened(browser, stage.url, **how)
-    page.wait("document.querySelectorAll('#requests tr').length === 20 && !document.querySelector('#advice').hidden")
+    page.wait("document.querySelectorAll('#requests tr').length === 20 && !document.querySelector('#whatif').hidden")
     return page
 
 
@@ -124,9 +124,12 @@ def test_every_panel_is_filled_and_nothing_comes_from_elsewhere(browser: Chromiu
     assert page.eval("document.querySelectorAll('#tiers canvas').length") == 2
     assert page.eval("document.querySelectorAll('#prefixes tr').length") == 10
     assert "the policy named it" in page.text("#rules")
-    assert "31 % of all prompt time" in page.text("#advice")
-    assert CURVE["told"] in page.text("#whatif")
-    assert page.eval("document.querySelectorAll('#curve polyline').length") == len(CURVE["policies"])
+    (loss, *_) = page.eval("fetch('/v1/advice').then((answer) => answer.json())")["data"]
+    assert loss["told"] in page.text("#advice")
+    assert loss["remedy"] in page.text("#advice")
+    curve = page.eval("fetch('/v1/cache/whatif').then((answer) => answer.json())")
+    assert curve["told"] in page.text("#whatif")
+    assert page.eval("document.querySelectorAll('#curve polyline').length") == len(curve["policies"])
     assert "learned, in use" in page.text("#curve")
     # Of the device's blocks each state has its colour in the picture.
     colours = page.eval(
@@ -144,9 +147,9 @@ def test_every_panel_is_filled_and_nothing_comes_from_elsewhere(browser: Chromiu
 
 
 def test_panels_that_a_server_does_not_have_are_not_there(browser: Chromium) -> None:
-    bare = Stage(model_name="<b id=injected>x</b><img src=x onerror=alert(1)>")
+    bare = Stage("<b id=injected>x</b><img src=x onerror=alert(1)>", ServerConfig(enable_explain=False))
     page = opened(browser, bare.url)
-    page.wait("document.querySelectorAll('#requests tr').length === 20")
+    page.wait("document.querySelector('#state').textContent === 'Live'")
     assert page.eval("document.querySelector('#whatif').hidden && document.querySelector('#advice').hidden")
     assert page.text("#model") == "<b id=injected>x</b><img src=x onerror=alert(1)>"
     assert page.eval("document.querySelectorAll('#injected, #model img').length") == 0

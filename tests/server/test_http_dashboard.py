@@ -150,6 +150,7 @@ def test_polls_are_quiet_in_the_log(tiny: LocalServer, caplog: pytest.LogCapture
     with caplog.at_level("INFO", logger="pagefold.request"):
         tiny.http.get("/v1/dashboard")
         tiny.http.get("/v1/models")
+        until(lambda: bool(caplog.records), "the line in the log, which is written when the answer has been sent")
     assert [record.path for record in caplog.records] == ["/v1/models"]
 
 

@@ -148,6 +148,11 @@ class Overview:
             TierWritten: self._on_tier_written,
         }
 
+    @property
+    def explains(self) -> bool:
+        """Whether causes are remembered."""
+        return self._ledger.is_on
+
     def watch(self, status: Callable[[], EngineStatus]) -> None:
         """Ask ``status`` who has the blocks. It is called on the engine's thread too."""
         self._status = status

@@ -8,6 +8,7 @@
   let timer = null;
   let isPaused = false;
   let number = 0;
+  let isAsking = false;
 
   const kept = (store, name) => { try { return window[store].getItem(name); } catch { return null; } };
   const keep = (store, name, value) => { try { window[store].setItem(name, value); } catch { /* then it is asked again */ } };
@@ -46,7 +47,7 @@
         $("asks-key").hidden = true;
         say("Live", "live");
         panels.show(body, why);
-        if (number % SELDOM === 0) await seldom(body.more);
+        if (number % SELDOM === 0 && !isAsking) seldom(body.more); // a curve may take seconds: nobody waits for it
         number += 1;
       } else if (status === 401) {
         isWanted = false;
@@ -63,10 +64,17 @@
 
   /** Ask for what changes slowly, where the server has it. */
   async function seldom(more) {
-    for (const [name, show] of [["whatif", panels.whatif], ["advice", panels.advice]]) {
-      if (!more[name]) continue;
-      const { status, body } = await ask(more[name]);
-      show(status === 200 ? body : null);
+    isAsking = true;
+    try {
+      for (const [name, show] of [["advice", panels.advice], ["whatif", panels.whatif]]) {
+        if (!more[name]) continue;
+        const { status, body } = await ask(more[name]);
+        show(status === 200 ? body : null);
+      }
+    } catch {
+      // The next poll says that the server does not answer.
+    } finally {
+      isAsking = false;
     }
   }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Response
 
 from pagefold.errors import EngineStoppedError
 from pagefold.server.dashboard.page import dashboard_page
@@ -13,8 +13,6 @@ from pagefold.server.dashboard.told import told
 from pagefold.server.keys import Locks
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI
-
     from pagefold.config import ServerConfig
     from pagefold.observe.overview import Overview
 
@@ -36,21 +34,21 @@ def dashboard_routes(model_name: str, config: ServerConfig, overview: Overview) 
         return Response(found.html, media_type="text/html; charset=utf-8", headers=found.headers)
 
     @router.get("/v1/dashboard", responses={200: {"model": Dashboard}})
-    async def data(request: Request) -> dict[str, Any]:
+    async def data() -> dict[str, Any]:
         """Tell what the last ten minutes did to the cache: what the dashboard draws, and ``pagefold top``."""
         seen = overview.see()
         if seen is None:
             msg = "Nobody has started an engine yet."
             raise EngineStoppedError(msg, remedy="Try again when /ready answers 200.")
-        return told(seen, model_name) | {"more": _more(request.app, locks)}
+        has_more = overview.explains and bool(seen.requests)
+        return told(seen, model_name) | {"more": _more(locks) if has_more else dict.fromkeys(_MORE)}
 
     return router
 
 
-def _more(app: FastAPI, locks: Locks) -> dict[str, str | None]:
-    """Return where else to ask; None for what this server does not tell, or tells nobody."""
-    paths = {getattr(route, "path", "") for route in app.routes}
-    return {panel: path if path in paths and _opens(locks, path) else None for panel, path in _MORE.items()}
+def _more(locks: Locks) -> dict[str, str | None]:
+    """Return where else to ask; None for what this server tells nobody."""
+    return {panel: path if _opens(locks, path) else None for panel, path in _MORE.items()}
 
 
 def _opens(locks: Locks, path: str) -> bool:
