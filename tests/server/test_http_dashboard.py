@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 from dashboard_stage import BLOCK_SIZE, NUM_BLOCKS, NUM_HOST_BLOCKS, Stage
-from local_server import PATIENCE_S, LocalServer, error_of
+from local_server import PATIENCE_S, LocalServer, error_of, until
 
 from pagefold.config import Account
 from pagefold.observe.misses import Cause
