@@ -45,6 +45,7 @@ _SETTINGS: dict[str, Any] = {"dtype": "float32", "max_num_batched_tokens": 256, 
 _LONG = (700, 799)
 """Tokens of a prompt of the second tenant."""
 _SHORT = (16, 300)
+_ANSWERED = ("/v1/completions", "/v1/messages", "/v1/responses")
 
 
 def _fresh(random: Random, num: int) -> list[int]:
@@ -243,7 +244,7 @@ def measure_tenants(num_requests: int) -> list[Row]:
                     random = Random(number)
                     mine, his = (one, other) if random.random() < 0.5 else (other, one)
                     answer = _question(http, random, mine, his, shared)
-                    if answer.request.url.path == "/v1/completions" and answer.status_code == httpx.codes.OK:
+                    if answer.request.url.path in _ANSWERED and answer.status_code == httpx.codes.OK:
                         _keep(server, answer, mine)
                     search.look(answer, mine, his)
 
@@ -257,8 +258,13 @@ def measure_tenants(num_requests: int) -> list[Row]:
             f"answers that tell a tenant of another, of {search.num_answers:,} to {num_requests:,} random requests",
             "0",
             str(len(search.found)),
-            not search.found and len(tenants) > 1,
-            {"found": search.found[:5], "remembered": dict(tenants), "statuses": dict(search.statuses)},
+            not search.found and len(tenants) > 1 and search.num_compared > 0,
+            {
+                "found": search.found[:5],
+                "compared": search.num_compared,
+                "remembered": dict(tenants),
+                "statuses": dict(search.statuses),
+            },
         )
     ]
 
@@ -267,7 +273,7 @@ class _Search:
     """Searches answers."""
 
     def __init__(self) -> None:
-        self.num_answers = 0
+        self.num_answers = self.num_compared = 0
         self.found: list[str] = []
         self.statuses: Counter[str] = Counter()
         self._lock = threading.Lock()
@@ -284,8 +290,10 @@ class _Search:
             if told.get("object") == "explanation.foretold":  # of a prompt that he sends along, however he came by it
                 told = {"cached_tokens": 0 if told["cached_tokens"] <= _SHORT[1] else _LONG[0]}
             secrets |= {str(one) for one in _integers(told) if _LONG[0] <= one <= _LONG[1]}
+        compared = asked in ("messages", "responses") and "_changed" in answer.text
         with self._lock:
             self.num_answers += 1
+            self.num_compared += compared
             self.statuses[f"{asked} {answer.status_code}"] += 1
             if secrets:
                 self.found.append(
@@ -353,11 +361,13 @@ def _generate(http: httpx.Client, random: Random, mine: _Tenant, shared: list[li
 
 def _keep(server: Server, answer: httpx.Response, mine: _Tenant) -> None:
     """Note what of a tenant's request nobody else may see."""
-    prompt = json.loads(answer.request.content)["prompt"]
-    names = [answer.json()["id"], answer.request.headers["x-request-id"]]
-    mine.past.append(prompt)
+    names = [answer.json()["id"], answer.headers["x-request-id"]]
     mine.ids += names
     mine.secrets.update(name.lower() for name in names)
+    prompt = json.loads(answer.request.content).get("prompt")
+    if prompt is None:
+        return
+    mine.past.append(prompt)
     for record in server.ledger.records(names[0]):
         mine.secrets |= _digests(record.namespace, prompt)
 

@@ -9,9 +9,10 @@ import pytest
 from local_server import LocalServer
 
 from pagefold.config import Account
+from pagefold.server.advices import _kind, _Texts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from pathlib import Path
 
 ACCOUNTS = (Account(key="sk-acme", tenant="acme"), Account(key="sk-beta", tenant="beta"))
@@ -118,15 +119,44 @@ def test_too_little_memory(tiny_chat_model):
         server.close()
 
 
-@pytest.mark.parametrize("looks", [lambda server: advice(server, BETA), lambda server: advice(server, ADMIN)])
-def test_texts_are_for_their_owner(server, looks: Callable[[LocalServer], list[dict[str, Any]]]):
+@pytest.mark.parametrize(("key", "sections", "tenants"), [(BETA, [], []), (ADMIN, ["system"], ["acme"])])
+def test_texts_are_for_their_owner(server, key, sections, tenants):
     for minute, question in enumerate(QUESTIONS):
         chat(server, f"You help people. It is 2026-05-01 10:{minute + 11}. {RULES}", question)
-    found = looks(server)
+    found = advice(server, key)
     assert all(one["own_text"] is None and one["nearest_text"] is None and "10:" not in one["told"] for one in found)
-    assert [one["section"] for one in found] in ([], ["system"])
+    assert [one["section"] for one in found] == sections
+    assert [one["tenant"] for one in found] == tenants
+    assert advice(server)[0]["tenant"] is None
 
 
 def test_nothing_came(server):
     answer = server.http.get("/v1/advice", headers=ACME).json()
     assert answer == {"object": "list", "data": [], "num_requests": 0, "computed_tokens": 0, "since_s": None}
+
+
+@pytest.mark.parametrize(
+    ("before", "own", "after", "kind"),
+    [
+        ("It is 10:47:0", "3", " now", "A time"),
+        ("It is 10:", "52:11", " now", "A time"),
+        ("on 2026-05-", "0", "1, we", "A time"),
+        ("at 12:30 user ", "1", " asks", "A text"),
+        ("session ", "5f00aa11bb22cc33", " of", "An id"),
+        ("a ", "word", " more", "A text"),
+    ],
+)
+def test_what_changes_is_told_by_where_it_lies(before, own, after, kind):
+    assert _kind(_Texts(own, "x", before + own + after, len(before))) == kind
+
+
+def test_where_chats_change_is_known_when_they_are_forgotten(server, monkeypatch):
+    """Which part of the request changes is found out when it ends."""
+    monkeypatch.setattr("pagefold.server.diagnoses._MOST_CHATS", 4)
+    for minute, question in enumerate(QUESTIONS):
+        chat(server, f"You help people. It is 2026-05-01 10:{minute + 11}. {RULES}", question)
+    for number in range(6):
+        messages = [{"role": "user", "content": f"{number} is another one"}]
+        body = {"messages": messages, "max_tokens": 1}
+        assert server.http.post("/v1/chat/completions", json=body, headers=ACME).status_code == 200
+    assert [one["section"] for one in advice(server) if one["cause"] == "differs"] == ["system"]

@@ -82,7 +82,8 @@ def _tell_advice(told: dict[str, Any], *, as_json: bool) -> None:
     since_s = f"{told['since_s']:,.0f} s"
     typer.echo(f"{num:,} request{'' if num == 1 else 's'} of the last {since_s}: {_tokens(num_tokens)} computed.")
     for one in told["data"]:
-        typer.echo(f"  {_shown(one['told'])}")
+        whose = f"{one['tenant']}: " if one["tenant"] else ""
+        typer.echo(f"  {whose}{_shown(one['told'])}")
         typer.echo(f"    {one['num_requests']:,} requests, {_tokens(one['tokens'])}. {one['remedy']}")
     if not told["data"]:
         typer.echo("  Nothing of that could be had from the cache.")

@@ -70,7 +70,8 @@ class KeepRules:
         """Return the most blocks, of all groups, that a sequence of ``num_tokens`` holds at once.
 
         Of one that has begun: how many more than it has. What it gave back already it does not take again, so these are
-        at most the blocks of tokens that it has no place for yet, and those that are granted for chunks on the way.
+        at most the blocks of tokens that it has no place for yet, a copy of a tail that it may share, and what is
+        granted for chunks on the way.
 
         Args:
             num_tokens: of the sequence.
@@ -80,9 +81,8 @@ class KeepRules:
         """
         if cache is None:
             return sum(rule.num_blocks_for(num_tokens, num_new, self.block_size, kept_share) for rule in self._rules)
-        num_places = max(
-            0, num_blocks_for(num_tokens, self.block_size) - num_blocks_for(cache.capacity, self.block_size)
-        )
+        num_places = num_blocks_for(num_tokens, self.block_size) - num_blocks_for(cache.capacity, self.block_size)
+        num_places = max(0, num_places) + cache.may_share_tail
         num_blocks = 0
         for rule, table in zip(self._rules, cache.tables, strict=True):
             num_held, num_packed, num_lacking = table.num_held, 0, num_places

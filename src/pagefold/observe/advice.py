@@ -31,6 +31,8 @@ _NEAR = 32
 """Differences so many tokens apart are one place."""
 _MOST_COMPARED, _MOST_A_SECOND = 256, 20
 """Pairs of prompts that are compared at once, and in the long run: what is more is not looked at."""
+_MOST_OF_ONE = 4
+"""Prompts of one request that are compared when it ends: others wait meanwhile."""
 _MOST_KEPT = 4096
 _AROUND, _MOST_SHOWN = 8, 32
 """Tokens that are kept of a part that changes: on both sides of it, and of itself."""
@@ -43,19 +45,23 @@ class Change(NamedTuple):
         token: the first that differs.
         num_common: how many tokens behind it are alike.
         is_reordered: whether the same parts stand in another order.
+        section: of the request that it is in: see :class:`Adviser`.
         own_id, other_id: of both requests.
         own, other: the first tokens of the first part that differs, in both, packed.
         around: those of the one with some before and behind it, packed.
+        num_before: how many of these come before it.
     """
 
     token: int
     num_common: int
     is_reordered: bool
+    section: str
     own_id: str
     other_id: str
     own: bytes
     other: bytes
     around: bytes
+    num_before: int
 
 
 class Place(NamedTuple):
@@ -85,7 +91,7 @@ class Loss:
         num_tokens: how many.
         seconds: about how long that took, of those requests whose prefill's time is known.
         request_ids: whose.
-        change: the last of those that differ; None for other causes.
+        change: that of the newest request; None for other causes.
     """
 
     place: Place
@@ -94,13 +100,11 @@ class Loss:
     request_ids: set[str] = field(default_factory=set)
     change: Change | None = None
 
-    def add(self, record: RequestRecord, num_tokens: int, change: Change | None = None) -> None:
-        """Count tokens of a request."""
+    def add(self, record: RequestRecord, num_tokens: int, seconds: float) -> None:
+        """Count tokens of a request, and how long they took."""
         self.num_tokens += num_tokens
-        if record.num_missed_tokens:
-            self.seconds += _prefill_s(record) * num_tokens / record.num_missed_tokens
+        self.seconds += seconds
         self.request_ids.add(record.request_id)
-        self.change = change or self.change
 
 
 class Advice(NamedTuple):
@@ -144,8 +148,8 @@ class Adviser:
         self._num_left, self._counted_s = float(_MOST_COMPARED), ledger.now_s()
 
     def look(self, request_id: str) -> None:
-        """Look at a request that has ended, while its text and its nearest's are remembered."""
-        self._compare(self._ledger.records(request_id))
+        """Look at a request that has ended, while its text and its nearest's are remembered; at its last prompts."""
+        self._compare(self._ledger.records(request_id)[-_MOST_OF_ONE:])
 
     def advise(self, is_seen: Callable[[RequestRecord], bool], within_s: float) -> Advice:
         """Return what costs most of those requests.
@@ -163,22 +167,25 @@ class Adviser:
         self._compare(records)
         losses: dict[Place, Loss] = {}
         changing: dict[Place, list[tuple[RequestRecord, Change]]] = {}
+        num_tokens, seconds = 0, 0.0
         for record in records:
-            for miss in (*(record.misses or ()), *record.recomputed):
-                if miss.cause is not Cause.DIFFERS and miss.cause.is_avoidable:
-                    place = Place(record.tenant, miss.cause, miss.fields)
-                    losses.setdefault(place, Loss(place)).add(record, miss.num_tokens)
+            num_tokens += record.num_missed_tokens
+            seconds += _prefill_s(record)
+            for miss in record.misses or ():
+                if miss.cause is not Cause.DIFFERS:
+                    _count(losses, record, miss, _seconds_of(record, miss.num_tokens))
+            for miss in record.recomputed:  # no part of its first prefill: as long as others took
+                again_s = self._ledger.prefill_s(miss.num_tokens) or 0.0
+                num_tokens += miss.num_tokens
+                seconds += again_s
+                _count(losses, record, miss, again_s)
             change = self._changes.get(record.number)
             if change is not None:
-                section = self._section_of(change.own_id, change.other_id)
-                place = Place(record.tenant, Cause.DIFFERS, (), section, change.is_reordered)
+                place = Place(record.tenant, Cause.DIFFERS, (), change.section, change.is_reordered)
                 changing.setdefault(place, []).append((record, change))
         found = [*losses.values(), *(loss for place, changes in changing.items() for loss in _by_place(place, changes))]
-        num_tokens = sum(
-            record.num_missed_tokens + sum(miss.num_tokens for miss in record.recomputed) for record in records
-        )
         since_s = now_s - min(record.arrival_s for record in records) if records else None
-        advice = Advice((), len(records), num_tokens, sum(map(_prefill_s, records)), since_s)
+        advice = Advice((), len(records), num_tokens, seconds, since_s)
         worth = [
             loss for loss in found if len(loss.request_ids) >= _LEAST_REQUESTS and advice.share(loss) >= _LEAST_SHARE
         ]
@@ -224,11 +231,13 @@ class Adviser:
             token,
             part.num_common,
             part.is_reordered,
+            self._section_of(record.request_id, other_id),
             record.request_id,
             other_id,
             _tokens(own, token, min(span.own_end, token + _MOST_SHOWN)),
             _tokens(other, token, min(span.other_end, token + _MOST_SHOWN)),
             _tokens(own, max(0, token - _AROUND), min(span.own_end, token + _MOST_SHOWN) + _AROUND),
+            min(token, _AROUND),
         )
 
 
@@ -236,16 +245,31 @@ def _tokens(packed: bytes, start: int, end: int) -> bytes:
     return packed[start * TOKEN_BYTES : end * TOKEN_BYTES]
 
 
+def _count(losses: dict[Place, Loss], record: RequestRecord, miss: Miss, seconds: float) -> None:
+    """Count tokens that something could be done about."""
+    if miss.cause.is_avoidable:
+        place = Place(record.tenant, miss.cause, miss.fields)
+        losses.setdefault(place, Loss(place)).add(record, miss.num_tokens, seconds)
+
+
 def _by_place(place: Place, changes: Iterable[tuple[RequestRecord, Change]]) -> list[Loss]:
     """Return a loss for each place of prompts in which they change: tokens that lie near each other are one."""
     losses: list[Loss] = []
-    last: int | None = None
+    first = newest = -1
     for record, change in sorted(changes, key=lambda one: one[1].token):
-        if last is None or change.token - last > _NEAR:
+        if not losses or change.token - first > _NEAR:
             losses.append(Loss(place))
-        losses[-1].add(record, min(change.num_common, record.num_missed_tokens), change)
-        last = change.token
+            first, newest = change.token, -1
+        num_tokens = min(change.num_common, record.num_missed_tokens)
+        losses[-1].add(record, num_tokens, _seconds_of(record, num_tokens))
+        if record.number > newest:
+            losses[-1].change, newest = change, record.number
     return losses
+
+
+def _seconds_of(record: RequestRecord, num_tokens: int) -> float:
+    """Return how long so many of the tokens took that a request computed when it was let in first."""
+    return _prefill_s(record) * num_tokens / record.num_missed_tokens if record.num_missed_tokens else 0.0
 
 
 def _prefill_s(record: RequestRecord) -> float:

@@ -17,7 +17,7 @@ _GRAM = 16
 """So many equal tokens in a row are taken for the same place of both prompts."""
 
 _FAR = 1024
-"""So many tokens behind a difference both are searched for such a place."""
+"""So many tokens that are not alike are searched for such places, in both."""
 
 _MOST_SPANS = 4
 
@@ -61,10 +61,12 @@ def changing_part(own: bytes, other: bytes, start: int) -> ChangingPart | None:
     own_at = other_at = start
     spans: list[Span] = []
     num_common = 0
+    num_left = _FAR
     while len(spans) < _MOST_SPANS:
-        met = _meeting(own, other, own_at, other_at)
+        met = _meeting(own, other, own_at, other_at, num_left)
         if met is None:
             break
+        num_left -= max(met[0] - own_at, met[1] - other_at)
         spans.append(Span(own_at, met[0], other_at, met[1]))
         run = common_prefix(own[met[0] * TOKEN_BYTES :], other[met[1] * TOKEN_BYTES :])
         num_common += run
@@ -76,12 +78,12 @@ def changing_part(own: bytes, other: bytes, start: int) -> ChangingPart | None:
     return ChangingPart(tuple(spans), num_common, bool(left) and left == right)
 
 
-def _meeting(own: bytes, other: bytes, own_at: int, other_at: int) -> tuple[int, int] | None:
-    """Return where both have the same tokens again, at the first such place of ``own``."""
+def _meeting(own: bytes, other: bytes, own_at: int, other_at: int, far: int) -> tuple[int, int] | None:
+    """Return where both have the same tokens again, at the first such place of ``own``; no more than so far behind."""
     places: dict[bytes, int] = {}
-    for at in range(other_at, min(other_at + _FAR, len(other) // TOKEN_BYTES - _GRAM + 1)):
+    for at in range(other_at, min(other_at + far, len(other) // TOKEN_BYTES - _GRAM + 1)):
         places.setdefault(_gram(other, at), at)
-    for at in range(own_at, min(own_at + _FAR, len(own) // TOKEN_BYTES - _GRAM + 1)):
+    for at in range(own_at, min(own_at + far, len(own) // TOKEN_BYTES - _GRAM + 1)):
         found = places.get(_gram(own, at))
         if found is not None:
             return at, found

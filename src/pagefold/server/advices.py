@@ -26,7 +26,7 @@ WITHIN_S = 3600.0
 _MOST_SHOWN = 60
 
 _KINDS = {
-    "A time": re.compile(r"\d{4}-\d{2}-\d{2}|\d{1,2}:\d{2}|\d{1,2}/\d{1,2}/\d{2,4}|\b1[6-9]\d{8}\b"),
+    "A time": re.compile(r"\d{4}-\d{2}-\d{2}|\d{1,2}:\d{2}(?::\d{2})?|\d{1,2}/\d{1,2}/\d{2,4}|\b1[6-9]\d{8}\b"),
     "An id": re.compile(r"[0-9a-fA-F]{8}-[0-9a-fA-F]{4}|\b[0-9a-f]{12,}\b"),
 }
 
@@ -44,11 +44,13 @@ class _Texts(NamedTuple):
         own: of the one request.
         other: of its nearest.
         around: the first with some text on both sides.
+        num_before: how many characters of that come before it.
     """
 
     own: str
     other: str
     around: str
+    num_before: int
 
 
 class Advices:
@@ -108,6 +110,7 @@ class Advices:
             told += f" What comes behind is alike and is computed again: {costs}."
         return {
             "cause": place.cause.value,
+            "tenant": place.tenant or None if reader.is_admin else None,
             "section": place.section or None,
             "told": told,
             "remedy": remedy,
@@ -131,7 +134,7 @@ class Advices:
             where += f", in {_WHERE[place.section]},"
         if place.is_reordered:
             return f"The same parts come in changing order from {where} on."
-        kind = "A text" if texts is None else _kind(texts.around, texts.own)
+        kind = "A text" if texts is None else _kind(texts)
         shown = (
             ""
             if texts is None
@@ -141,16 +144,20 @@ class Advices:
 
     def _texts(self, change: Change) -> _Texts | None:
         """Return what differs in both requests, and what it stands in; None where there is no tokenizer."""
-        own, other, around = (self._decode(array("i", part)) for part in (change.own, change.other, change.around))
-        return None if own is None or other is None or around is None else _Texts(own, other, around)
+        around = array("i", change.around)
+        parts = (array("i", change.own), array("i", change.other), around, around[: change.num_before])
+        own, other, text, before = (self._decode(part) for part in parts)
+        if own is None or other is None or text is None or before is None:
+            return None
+        return _Texts(own, other, text, len(before))
 
 
-def _kind(around: str, own: str) -> str:
-    """Return what a text that changes seems to be."""
+def _kind(texts: _Texts) -> str:
+    """Return what a text that changes seems to be, by what it lies in."""
+    first, last = texts.num_before, texts.num_before + max(1, len(texts.own))
     for kind, pattern in _KINDS.items():
-        for match in pattern.finditer(around):
-            if own.strip() and (own.strip() in match.group() or match.group() in own):
-                return kind
+        if any(match.start() < last and first < match.end() for match in pattern.finditer(texts.around)):
+            return kind
     return "A text"
 
 

@@ -416,6 +416,7 @@ class ExplanationList(BaseModel):
 
 class _Advice(BaseModel):
     cause: str
+    tenant: str | None
     section: str | None
     told: str
     remedy: str

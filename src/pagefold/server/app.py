@@ -85,7 +85,10 @@ def create_app(  # noqa: PLR0913 - the parts that it puts together, by name
     diagnoses = Diagnoses(explanations)
     advices = Advices(ledger, diagnoses, decode)
     app.add_middleware(  # the last added is the outermost
-        RequestLog, count=metrics.count_response, explanations=explanations, on_end=advices.look
+        RequestLog,
+        count=metrics.count_response,
+        explanations=explanations if ledger.is_on else None,
+        on_end=advices.look,
     )
     metrics.watch(client.status)
     overview = overview or Overview(ledger)

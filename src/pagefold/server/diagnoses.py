@@ -22,6 +22,9 @@ __all__ = ["Diagnoses", "Diagnosis"]
 _MOST_CHATS = 1024
 """Chats of a tenant that may be compared with: the last ones."""
 
+_MOST_MESSAGE_BYTES = 2**20
+"""What digests of their messages take, at most: eight bytes a message."""
+
 
 class _Chat(NamedTuple):
     fingerprint: Fingerprint
@@ -37,6 +40,7 @@ class Diagnosis(NamedTuple):
         num_missed_tokens: of the earlier prompt, that could have been found and were not.
         num_common_tokens: how many first tokens both have alike; None where that is forgotten.
         num_tokens: of the prompt.
+        num_read: of it, that were found.
         misses: why tokens of it were computed, as ``/v1/explain`` tells it.
     """
 
@@ -45,6 +49,7 @@ class Diagnosis(NamedTuple):
     num_missed_tokens: int
     num_common_tokens: int | None
     num_tokens: int
+    num_read: int
     misses: list[dict[str, Any]]
 
     def as_anthropic(self) -> dict[str, Any]:
@@ -68,10 +73,10 @@ class Diagnosis(NamedTuple):
             told = {"type": "unavailable"}
         elif self.section:
             reason = "tools_changed" if self.section.startswith("tools") else "input_changed"
-            told = {"type": "cache_miss", "reason": reason, "cache_missed_tokens": self.num_tokens}
+            num_common = self.num_read if self.num_common_tokens is None else self.num_common_tokens
+            told = {"type": "cache_miss", "reason": reason, "cache_missed_tokens": self.num_tokens - num_common}
             if self.num_common_tokens is not None:
-                told["cache_missed_tokens"] -= self.num_common_tokens
-                told["comparison_reusable_tokens"] = self.num_common_tokens
+                told["comparison_reusable_tokens"] = num_common
         return {**told, "misses": self.misses}
 
 
@@ -85,6 +90,7 @@ class Diagnoses:
     def __init__(self, explanations: Explanations) -> None:
         self._explanations = explanations
         self._chats: dict[str, OrderedDict[str, _Chat]] = {}
+        self._num_bytes: dict[str, int] = {}  # of their messages' digests
         self._lock = threading.Lock()
 
     def note(self, tenant: str, response_id: str, fingerprint: Fingerprint | None, num_tokens: int) -> None:
@@ -101,14 +107,14 @@ class Diagnoses:
         with self._lock:
             chats = self._chats.setdefault(tenant, OrderedDict())
             chats[response_id] = _Chat(fingerprint, num_tokens)
-            if len(chats) > _MOST_CHATS:
-                chats.popitem(last=False)
+            self._num_bytes[tenant] = self._num_bytes.get(tenant, 0) + len(fingerprint.messages)
+            while len(chats) > _MOST_CHATS or self._num_bytes[tenant] > _MOST_MESSAGE_BYTES:
+                _, chat = chats.popitem(last=False)
+                self._num_bytes[tenant] -= len(chat.fingerprint.messages)
 
     def section(self, tenant: str, one_id: str, other_id: str) -> Section:
         """Return what of two of a tenant's chats differs; nothing where one of them is not remembered."""
-        with self._lock:
-            chats = self._chats.get(tenant, OrderedDict())
-            one, other = chats.get(one_id), chats.get(other_id)
+        one, other = (self._chat(tenant, name) for name in (one_id, other_id))
         return "" if one is None or other is None else section_between(one.fingerprint, other.fingerprint)
 
     def diagnose(self, tenant: str, previous_id: str, generation: Generation) -> Diagnosis:
@@ -119,22 +125,21 @@ class Diagnoses:
             previous_id: of the earlier one.
             generation: of the one that is answered.
         """
-        own_id = generation.request_id
-        with self._lock:
-            previous = self._chats.get(tenant, OrderedDict()).get(previous_id)
-        use = generation.prompt_use()
-        num_common = self._explanations.num_common_tokens(previous_id, own_id, tenant)
+        own_id, use = generation.request_id, generation.prompt_use()
+        previous = self._chat(tenant, previous_id)
+        section: Section = ""
+        num_missed, num_common = 0, None
+        if previous is not None:
+            section = self.section(tenant, previous_id, own_id)
+            if not section and self._explanations.on_other_terms(previous_id, own_id, tenant):
+                section = "options"
+            num_shared = generation.num_in_blocks(min(previous.num_tokens, use.num_tokens))
+            num_missed = max(0, num_shared - use.num_read)
+            num_common = self._explanations.num_common_tokens(previous_id, own_id, tenant)
         misses = self._explanations.misses(own_id, tenant)
-        if previous is None:
-            return Diagnosis(
-                is_found=False, section="", num_missed_tokens=0, num_common_tokens=None,
-                num_tokens=use.num_tokens, misses=misses,
-            )  # fmt: skip
-        num_missed = max(0, generation.num_in_blocks(previous.num_tokens) - use.num_read)
-        section = self.section(tenant, previous_id, own_id)
-        if not section and self._explanations.on_other_terms(previous_id, own_id):
-            section = "options"
-        return Diagnosis(
-            is_found=True, section=section, num_missed_tokens=num_missed, num_common_tokens=num_common,
-            num_tokens=use.num_tokens, misses=misses,
-        )  # fmt: skip
+        return Diagnosis(previous is not None, section, num_missed, num_common, use.num_tokens, use.num_read, misses)
+
+    def _chat(self, tenant: str, response_id: str) -> _Chat | None:
+        with self._lock:
+            chats = self._chats.get(tenant)
+            return None if chats is None else chats.get(response_id)

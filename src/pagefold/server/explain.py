@@ -35,7 +35,11 @@ def reader_of(request: Request, config: ServerConfig) -> Reader:
 
 def explain_routes(served: Served, explanations: Explanations, advices: Advices, config: ServerConfig) -> APIRouter:
     """Return the routes."""
-    router = APIRouter(route_class=CheckedRoute, dependencies=[Depends(explanations.ensure_on)])
+
+    async def ensure_on() -> None:
+        explanations.ensure_on()
+
+    router = APIRouter(route_class=CheckedRoute, dependencies=[Depends(ensure_on)])
 
     @router.post("/v1/explain", responses={200: {"model": Foretold}})
     async def foretell(asked: ExplainRequest, request: Request) -> dict[str, Any]:

@@ -173,10 +173,10 @@ class Explanations:
         texts = [self._text(response_id, tenant) for response_id in (one_id, other_id)]
         return common_prefix(*texts) if all(texts) else None
 
-    def on_other_terms(self, one_id: str, other_id: str) -> bool:
-        """Whether two requests are remembered that share nothing, whatever they say."""
-        namespaces = {record.namespace for one in (one_id, other_id) for record in self._ledger.records(one)}
-        return len(namespaces) > 1
+    def on_other_terms(self, one_id: str, other_id: str, tenant: str) -> bool:
+        """Whether two requests of a tenant are remembered that share nothing, whatever they say."""
+        records = [record for one in (one_id, other_id) for record in self._ledger.records(one)]
+        return len({record.namespace for record in records if record.tenant == tenant}) > 1
 
     def worst(self, num: int, reader: Reader) -> dict[str, Any]:
         """Return those of a reader's requests that computed most tokens which need not have been."""

@@ -99,10 +99,10 @@ class RequestLog:
         finally:
             if self._explanations is not None:
                 _note(self._explanations, scope, request_id, status, error)
+            _write(scope, request_id, status, time.monotonic() - began)
             generation = scope.get("state", {}).get("generation")
             if generation is not None:
                 self._on_end(generation.request_id)
-            _write(scope, request_id, status, time.monotonic() - began)
 
 
 def _note(explanations: Explanations, scope: Scope, request_id: str, status: int | None, error: bytes) -> None:
