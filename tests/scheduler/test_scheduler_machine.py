@@ -945,6 +945,7 @@ class Machine:
             num_lost,
             num_declined,
             self.now,
+            loaded_by_tier=dict(request.num_loaded_tokens),
         )
 
     def _forking(self) -> list[Request]:
