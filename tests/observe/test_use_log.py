@@ -8,6 +8,8 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pagefold.events import CacheConfigured
+from pagefold.observe.block_uses import BlockUses
 from pagefold.observe.use_log import UseLog
 
 KEYS = st.lists(st.integers(0, 2**64 - 1), max_size=9)
@@ -92,3 +94,21 @@ def test_a_smaller_sample_of_a_sample():
     assert [list(use.keys) for use in last.uses] == paths[-20:]
     assert last.num_warm == 5
     assert sum(use.num_blocks for use in last.counted) == 75
+
+
+def test_many_tokens_without_a_block_in_the_sample_are_counted() -> None:
+    """A server whose prompts are all shorter than a block counts for years."""
+    log = UseLog(100, 1.0)
+    for at_s in range(3):
+        log.look_up([], 0, 2**31, float(at_s))
+    assert sum(use.num_tokens for use in log.uses().uses) == 3 * 2**31
+
+
+def test_answers_of_samples_and_what_is_published_again_count_once() -> None:
+    uses = BlockUses(lambda: 0.0)
+    uses.begin(CacheConfigured({}, num_blocks=64, block_size=4))
+    uses.look_up(1, "acme", [1, 2], 8)
+    for keys in ([3, 4], [5, 6], [3, 4]):
+        uses.publish(1, 2, keys)
+    uses.end(1)
+    assert list(uses.told(None).uses.uses[-1].keys) == [1, 2, 3, 4, 5, 6]

@@ -177,3 +177,13 @@ def test_every_rule_of_an_eviction_has_words() -> None:
     from pagefold.server.dashboard.told import EVICTIONS
 
     assert set(EVICTIONS) == {*get_args(EvictionRule), *get_args(EvictionCause)} - {"allocation"}
+
+
+def test_where_only_the_metrics_have_a_key_the_dashboard_is_not_open() -> None:
+    from pagefold.config import ServerConfig
+    from pagefold.server.keys import Locks
+
+    lock = Locks.of(ServerConfig(metrics_key="for-metrics")).at("/v1/dashboard")
+    assert lock is not None
+    assert lock.closed
+    assert Locks.of(ServerConfig()).at("/v1/dashboard") is None

@@ -304,6 +304,7 @@ def test_explain_switched_off(tiny_chat_model: Path) -> None:
             assert error["code"] == "explain_off"
             assert "--no-enable-explain" in error["message"]
         error_of(server.http.post("/v1/explain", json={"prompt": [5] * 40}), 404)
+        assert "--no-enable-explain" in error_of(server.http.get("/v1/cache/whatif"), 404)["message"]
         assert server.ledger.reach().num_requests == 0
         body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, "diagnostics": {}}
         first = server.http.post("/v1/messages", json=body).json()

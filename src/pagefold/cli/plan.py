@@ -15,7 +15,6 @@ from pagefold.cli.fail import fail
 from pagefold.cli.options import parse_layers, parse_speculation
 from pagefold.cli.plan_check import Given, check_server, check_start
 from pagefold.cli.size import parse_size
-from pagefold.config import environment_admin_key
 from pagefold.errors import ConfigError, DoesNotFitError, PagefoldError
 from pagefold.speculation.params import SpeculativeParams  # noqa: TC001 - typer reads it
 
@@ -206,9 +205,7 @@ def plan(  # noqa: PLR0913 - one parameter a flag
     ] = None,
     api_key: Annotated[
         str | None,
-        typer.Option(
-            help="For that server: the admin's, or a client's. Or $PAGEFOLD_ADMIN_API_KEY.", rich_help_panel=_ANSWER
-        ),
+        typer.Option(help="For that server: the admin's, or a client's.", rich_help_panel=_ANSWER),
     ] = None,
     list_tables: Annotated[
         bool,
@@ -258,7 +255,7 @@ def plan(  # noqa: PLR0913 - one parameter a flag
             if check_log is not None:
                 check_start(check_log, given, as_json=as_json)
             else:
-                check_server(str(from_server), api_key or environment_admin_key(), given, as_json=as_json)
+                check_server(str(from_server), api_key, given, as_json=as_json)
             return
         if model is None:
             msg = "No model is named."

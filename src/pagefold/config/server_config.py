@@ -22,7 +22,7 @@ REASONING_PARSERS = ("deepseek_r1", "deepseek_v3", "glm45", "granite", "mistral"
 MAX_PRIORITY = 2**31
 """A request's priority lies between this and its negative."""
 _MAX_PORT = 65535
-_HTTP_URL = re.compile(r"https?://[^\s/]+", re.ASCII)
+_HTTP_URL = re.compile(r"https?://[^\s/]+(?:/\S*)?", re.ASCII)
 _LEAST_OF_DOOR = {"max_body_bytes": 1, "max_connections": 1, "responses_store_bytes": 0, "max_queued_requests": 0}
 
 
@@ -185,7 +185,7 @@ class ServerConfig:
     def _check_traces(self) -> None:
         if self.otlp_traces_endpoint is None:
             return
-        if not _HTTP_URL.match(self.otlp_traces_endpoint):
+        if not _HTTP_URL.fullmatch(self.otlp_traces_endpoint):
             allowed = "a URL that begins with http:// or https://"
             raise bad_value("otlp_traces_endpoint", repr(self.otlp_traces_endpoint), allowed)
 

@@ -201,7 +201,9 @@ class BlockUses:
             return
         own = self._of.get(opened.tenant)
         bound = self._all.bound if own is None else max(self._all.bound, own.bound)
-        opened.keys.extend(key for key in keys[max(0, opened.num_prompt_blocks - depth) :] if key < bound)
+        known = set(opened.keys)  # another sample's, or those that were published again
+        new = keys[max(0, opened.num_prompt_blocks - depth) :]
+        opened.keys.extend(key for key in new if key < bound and key not in known)
 
     def _end(self, number: int) -> None:
         opened = self._open.pop(number, None)

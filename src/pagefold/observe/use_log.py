@@ -105,8 +105,8 @@ class UseLog:
         self.has_dropped = False
         self._keys = array("Q")
         self._num_keys = array("I")  # of each use, as all below
-        self._num_blocks = array("I")
-        self._num_tokens = array("I")
+        self._num_blocks = array("Q")  # with those of uses that have no block in the sample, which never end
+        self._num_tokens = array("Q")
         self._at_s = array("d")
         self._is_lookup = array("B")
         self._first_key = self._first_use = 0  # what is before them is dropped

@@ -103,7 +103,7 @@ def create_app(  # noqa: PLR0913 - the parts that it puts together, by name
     app.include_router(tokenize_routes(served))
     app.include_router(cache_routes(Warmer(served, tenants_of(config))))
     app.include_router(explain_routes(served, explanations, advices, config))
-    app.include_router(whatif_routes(ledger.uses, config))
+    app.include_router(whatif_routes(ledger, config))
     app.include_router(dashboard_routes(model_name, config, overview))
     app.include_router(model_routes(served))
     app.include_router(probe_routes(served, config, metrics))

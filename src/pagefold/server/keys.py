@@ -25,7 +25,9 @@ _ADMIN_PATHS = frozenset({"/reset_prefix_cache", "/server_info", "/v1/dashboard"
 _ADMIN_PREFIX = "/v1/cache/"
 _CLIENT_PATHS = frozenset({"/v1/cache/whatif"})
 """Paths behind that prefix of which everybody sees his own."""
-_OPEN_WITHOUT_KEYS = frozenset({"/server_info", "/v1/dashboard"})
+_DASHBOARD = "/v1/dashboard"
+"""It shows everybody's traffic too: where only that has a key, it is not open."""
+_OPEN_WITHOUT_KEYS = frozenset({"/server_info", _DASHBOARD})
 
 TRAFFIC_PATHS = frozenset({"/metrics", "/load"})
 """Paths that show what all tenants do together."""
@@ -93,7 +95,7 @@ class Locks:
         if path in TRAFFIC_PATHS:
             return self.traffic
         if path in _OPEN_WITHOUT_KEYS and self.clients is None and not self.admin.accounts:
-            return None
+            return self.admin if path == _DASHBOARD and self.traffic is not None else None
         if is_for_admin(path):
             return self.admin
         return None if path in OPEN_PATHS else self.clients

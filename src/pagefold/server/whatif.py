@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastapi import APIRouter, Request
@@ -16,11 +18,12 @@ from pagefold.server.errors import NoCurveError
 from pagefold.server.explain import reader_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from pagefold.config import ServerConfig
     from pagefold.curves.hit_curve import HitCurve
-    from pagefold.observe.block_uses import BlockUses, Sizes, Told
+    from pagefold.observe.block_uses import Sizes, Told
+    from pagefold.observe.ledger import Ledger
     from pagefold.server.explanations import Reader
 
 __all__ = ["whatif_routes"]
@@ -30,18 +33,18 @@ _TIMES = (0.125, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0, 8.0, 16.0)
 """Sizes of a curve's points, in caches of today."""
 
 _MOST_SHARE = 0.05
-"""Of a core's time that ghosts may take, however often somebody asks."""
+"""Of a core's time that answers of all traffic may take, however often somebody asks."""
 
 
-class _Ghosts(NamedTuple):
-    """What ghosts have found.
+class _Known(NamedTuple):
+    """What was answered of all traffic.
 
     Attributes:
-        ratios: of each policy at each of the sizes of ghosts.
+        answer: all of it, of one moment: a policy beside another's curve of another moment would say nothing.
         at_s, spent_s: when that was, and how long it took.
     """
 
-    ratios: dict[str, list[float]]
+    answer: dict[str, Any]
     at_s: float
     spent_s: float
 
@@ -50,26 +53,47 @@ class _WhatIf:
     """Answers from what was used lately.
 
     Args:
-        uses: of blocks.
+        ledger: keeps which blocks were used.
     """
 
-    def __init__(self, uses: BlockUses) -> None:
-        self._uses = uses
-        self._ghosts: _Ghosts | None = None
-        self._lock = threading.Lock()
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._uses = ledger.uses
+        self._known: _Known | None = None
 
     def answer(self, reader: Reader) -> dict[str, Any]:
         """Return what a reader may know: all, or what is of his own tenant.
 
+        What is told of all is told again where finding it out anew would take too much of a core. Of all is asked once
+        at a time.
+
         Raises:
             NoCurveError: there is nothing yet, or never will be.
         """
-        if not self._uses.sizes.publishes:
+        self._check()
+        if not reader.sees_traffic:
+            return self._answer(reader)
+        known = self._known
+        if known is None or time.monotonic() - known.at_s > known.spent_s / _MOST_SHARE:
+            begin = time.monotonic()
+            answer = self._answer(reader)
+            now = time.monotonic()
+            self._known = known = _Known(answer, now, now - begin)
+        return known.answer
+
+    def _check(self) -> None:
+        """Check that a curve is kept."""
+        if not self._ledger.is_on:
+            msg = "No curve is kept: this server remembers nothing of requests."
+            raise NoCurveError(msg, remedy="Start it without --no-enable-explain.")
+        if not self._uses.sizes.publishes or not self._uses.sizes.num_blocks:
             msg = "No curve is kept: prefix caching is off, or there is no cache yet."
             raise NoCurveError(msg, remedy="Ask again when the server is ready, without --no-enable-prefix-caching.")
-        if self._uses.has_failed:
+        if self._uses.has_failed or self._ledger.has_failed:
             msg = "No curve is kept any more: what keeps it has failed, as the server's log says."
             raise NoCurveError(msg, remedy="Restart the server to have one again, and tell us of the error.")
+
+    def _answer(self, reader: Reader) -> dict[str, Any]:
         told = self._uses.told(None if reader.sees_traffic else reader.tenant)
         asked = asked_of(told.uses)
         if not asked.num_blocks:
@@ -99,27 +123,18 @@ class _WhatIf:
             "told": sentence,
         }
 
-    def _policies(self, told: Told, curve: HitCurve) -> Iterator[dict[str, Any]]:
+    @staticmethod
+    def _policies(told: Told, curve: HitCurve) -> Iterator[dict[str, Any]]:
         """Yield what each policy would find, LRU first."""
         sizes = told.sizes
         yield {"policy": _LRU, "is_used": sizes.policy == _LRU, "points": _points(curve, sizes)}
-        for policy, ratios in self._played(told, curve).items():
+        found = ghost_ratios(told.uses, curve, other_policies(_LRU), sizes.num_blocks)
+        for policy, ratios in found.items():
             points = [
                 _point(max(1, round(times * sizes.num_blocks)), ratio, sizes)
                 for times, ratio in zip(TIMES, ratios, strict=True)
             ]
             yield {"policy": policy, "is_used": sizes.policy == policy, "points": points}
-
-    def _played(self, told: Told, curve: HitCurve) -> dict[str, list[float]]:
-        """Return what ghosts have found; not anew where that would take too much of a core."""
-        with self._lock:
-            ghosts = self._ghosts
-            if ghosts is None or time.monotonic() - ghosts.at_s > ghosts.spent_s / _MOST_SHARE:
-                begin = time.monotonic()
-                ratios = ghost_ratios(told.uses, curve, other_policies(_LRU), told.sizes.num_blocks)
-                now = time.monotonic()
-                self._ghosts = ghosts = _Ghosts(ratios, now, now - begin)
-            return ghosts.ratios
 
     def _tenant(self, tenant: str) -> dict[str, Any]:
         """Return the curve of a tenant's own requests."""
@@ -127,17 +142,40 @@ class _WhatIf:
         return {"tenant": tenant, "points": _points(lru_curve_of(told.uses, told.sizes.block_size), told.sizes)}
 
 
-def whatif_routes(uses: BlockUses, config: ServerConfig) -> APIRouter:
+def whatif_routes(ledger: Ledger, config: ServerConfig) -> APIRouter:
     """Return the route."""
     router = APIRouter(route_class=CheckedRoute)
-    whatif = _WhatIf(uses)
+    whatif = _WhatIf(ledger)
+    asked: dict[str | None, asyncio.Future[dict[str, Any]]] = {}  # by tenant, or None for all: what is being found out
 
     @router.get("/v1/cache/whatif", responses={200: {"model": WhatIf}})
     async def what_if(request: Request) -> dict[str, Any]:
         """Tell what the cache would find with another size or policy; a tenant, of his own requests alone."""
-        return await asyncio.to_thread(whatif.answer, reader_of(request, config))
+        reader = reader_of(request, config)
+        whose = None if reader.sees_traffic else reader.tenant
+        if whose not in asked:
+            asked[whose] = _aside(partial(whatif.answer, reader))
+            asked[whose].add_done_callback(lambda _: asked.pop(whose))
+        return await asyncio.shield(asked[whose])  # others may wait for the same
 
     return router
+
+
+def _aside(work: Callable[[], dict[str, Any]]) -> asyncio.Future[dict[str, Any]]:
+    """Do work on a thread of its own, for which neither other work nor the server's end waits."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[dict[str, Any]] = loop.create_future()
+
+    def run() -> None:
+        try:
+            settle = partial(future.set_result, work())
+        except Exception as error:  # noqa: BLE001 - raised again by whoever waits
+            settle = partial(future.set_exception, error)
+        with contextlib.suppress(RuntimeError):  # the loop has closed: nobody waits
+            loop.call_soon_threadsafe(settle)
+
+    threading.Thread(target=run, name="whatif", daemon=True).start()
+    return future
 
 
 def _points(curve: HitCurve, sizes: Sizes) -> list[dict[str, Any]]:
