@@ -32,13 +32,17 @@ class SealedCase:
         self.shape, self.random = shape, torch.Generator().manual_seed(seed)
         self.geometry = KVGeometry(2, heads, dim, 4, size, CODECS["kivi2"])
         rows, tables, firsts, num_blocks = [], [], [], 0
+        last_seen = 0  # of the sequence before, whatever its table begins with
         num_sink_blocks, sink_tables = -(-rule.num_sinks // size), []
         for num_old, num_wanted, num_shared in sequences:
             inside = num_old % size  # then it goes no further than its block
             end = num_old + (min(num_wanted, size - inside) if inside else num_wanted)
             shared = min(num_shared, num_old) // size if rows else 0
             shared = min(shared, rows[-1][1] // size) if rows else 0
-            first = rule.first_seen(num_old) // size if trims else 0
+            seen = rule.first_seen(num_old) // size
+            if seen < last_seen:  # the other has given back blocks that this one needs
+                shared = 0
+            first, last_seen = seen if trims else 0, seen
             table = []
             for index in range(first, -(-end // size)):
                 is_shared = index < shared and index >= firsts[-1]
