@@ -136,11 +136,11 @@ class Adviser:
 
     Args:
         ledger: of requests.
-        section_of: what of two requests' bodies differs, by their ids: ``tools``, ``tools_order``, ``system``,
-            ``messages``, or nothing that is known: an empty text.
+        section_of: what of a request's body differs from another's, by that one's id: ``tools``, ``tools_order``,
+            ``system``, ``messages``, or nothing that is known: an empty text.
     """
 
-    def __init__(self, ledger: Ledger, section_of: Callable[[str, str], str]) -> None:
+    def __init__(self, ledger: Ledger, section_of: Callable[[RequestRecord, str], str]) -> None:
         self._ledger = ledger
         self._section_of = section_of
         self._changes: OrderedDict[int, Change | None] = OrderedDict()  # of requests that were compared, by number
@@ -231,7 +231,7 @@ class Adviser:
             token,
             part.num_common,
             part.is_reordered,
-            self._section_of(record.request_id, other_id),
+            self._section_of(record, other_id),
             record.request_id,
             other_id,
             _tokens(own, token, min(span.own_end, token + _MOST_SHOWN)),

@@ -10,7 +10,6 @@ Events come on the engine's thread; whoever asks does so on another.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections import OrderedDict, deque
 from dataclasses import replace
@@ -44,12 +43,13 @@ from pagefold.observe.classify import Lookup, classify, keys_of
 from pagefold.observe.misses import Cause, Miss
 from pagefold.observe.request_record import Preemption, RequestRecord, RequestRecords, Wait
 from pagefold.observe.seen_paths import BYTES_PER_PATH, Mark, SeenPaths, State, key_of
+from pagefold.observe.subscriber import Subscriber
 
 if TYPE_CHECKING:
     from array import array
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from pagefold.events import Emit, Event
+    from pagefold.events import Emit
     from pagefold.kv.block import Node
     from pagefold.observe.nearest_prompts import Nearest
 
@@ -93,7 +93,7 @@ class Reach(NamedTuple):
     paths_since_s: float | None
 
 
-class Ledger:
+class Ledger(Subscriber):
     """Remembers causes, from when it is told that there is a cache.
 
     Args:
@@ -107,23 +107,11 @@ class Ledger:
         policy: the eviction policy's name.
         publishes: whether anything is ever cached.
         block_size: tokens a block.
-        has_failed: a bug of ours has ended it.
         uses: which blocks requests use, for curves; told by the ledger, since both go by keys of paths.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, *, is_on: bool = True, tell: Emit = ignore) -> None:
-        self._clock = clock
-        self._tell = tell
-        self.is_on = is_on
-        self.uses = BlockUses(clock)
-        self.has_failed = False
-        self._begin(CacheConfigured({}))
-        self._lock = threading.Lock()
-        self._tier_misses: OrderedDict[int, tuple[str, float]] = OrderedDict()  # by path: what, and when
-        self._planned: StepPlanned | None = None
-        self._token_s: float | None = None  # of prefills
-        self._turns: deque[tuple[float, str]] = deque(maxlen=_MOST_TURNS)  # since when the queue waits for what
-        self._on: dict[type, Callable[[Any], None]] = {
+        on: dict[type, Callable[[Any], None]] = {
             BlockEvicted: self._on_block_evicted,
             BlocksPublished: self._on_blocks_published,
             CacheConfigured: self._begin,
@@ -142,18 +130,17 @@ class Ledger:
             StepPlanned: self._on_step_planned,
             TierRead: self._on_tier_read,
         }
-
-    def __call__(self, event: Event) -> None:
-        """Note an event, if it tells anything. Should that fail, nothing is noted any more: requests are served on."""
-        note = self._on.get(type(event))
-        if note is None or not self.is_on or self.has_failed:
-            return
-        try:
-            with self._lock:
-                note(event)
-        except Exception:  # noqa: BLE001 - whatever it is, requests are served
-            self.has_failed = True
-            _log.exception("the ledger has failed at %s: later requests are not explained", type(event).__name__)
+        failure = "the ledger has failed at %s: later requests are not explained"
+        super().__init__(on if is_on else {}, _log, failure)
+        self._clock = clock
+        self._tell = tell
+        self.is_on = is_on
+        self.uses = BlockUses(clock)
+        self._begin(CacheConfigured({}))
+        self._tier_misses: OrderedDict[int, tuple[str, float]] = OrderedDict()  # by path: what, and when
+        self._planned: StepPlanned | None = None
+        self._token_s: float | None = None  # of prefills
+        self._turns: deque[tuple[float, str]] = deque(maxlen=_MOST_TURNS)  # since when the queue waits for what
 
     def _begin(self, event: CacheConfigured) -> None:
         """Begin anew, with room for a cache of that size."""

@@ -10,7 +10,6 @@ thread, where little is done; whoever reads does so on another.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -30,13 +29,13 @@ from pagefold.events import (
     TierWritten,
 )
 from pagefold.observe.hot_prefixes import HotPrefixes
+from pagefold.observe.subscriber import Subscriber
 from pagefold.observe.timeline import BlockUse, Timeline
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pagefold.engine.status import EngineStatus
-    from pagefold.events import Event
     from pagefold.observe.hot_prefixes import HotPrefix
     from pagefold.observe.ledger import Ledger
     from pagefold.observe.misses import Cause, Miss
@@ -113,7 +112,7 @@ class Seen(NamedTuple):
     is_whole: bool
 
 
-class Overview:
+class Overview(Subscriber):
     """Remembers what a dashboard shows.
 
     Args:
@@ -122,18 +121,7 @@ class Overview:
     """
 
     def __init__(self, ledger: Ledger, clock: Callable[[], float] = time.monotonic) -> None:
-        self._ledger = ledger
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._status: Callable[[], EngineStatus] | None = None
-        self._timeline = Timeline(clock)
-        self._prefixes = HotPrefixes()
-        self._requests: deque[EndedRequest] = deque(maxlen=_MOST_REQUESTS)
-        self._sampled_s = -_SAMPLE_S
-        self._block_size = 0
-        self._policy = ""
-        self.has_failed = False
-        self._on: dict[type, Callable[[Any], None]] = {
+        on: dict[type, Callable[[Any], None]] = {
             BlockEvicted: self._on_block_evicted,
             BlocksPublished: self._on_blocks_published,
             CacheConfigured: self._on_cache_configured,
@@ -147,6 +135,16 @@ class Overview:
             TierRead: self._on_tier_read,
             TierWritten: self._on_tier_written,
         }
+        super().__init__(on, _log, "the overview has failed at %s: the dashboard ends here")
+        self._ledger = ledger
+        self._clock = clock
+        self._status: Callable[[], EngineStatus] | None = None
+        self._timeline = Timeline(clock)
+        self._prefixes = HotPrefixes()
+        self._requests: deque[EndedRequest] = deque(maxlen=_MOST_REQUESTS)
+        self._sampled_s = -_SAMPLE_S
+        self._block_size = 0
+        self._policy = ""
 
     @property
     def explains(self) -> bool:
@@ -156,18 +154,6 @@ class Overview:
     def watch(self, status: Callable[[], EngineStatus]) -> None:
         """Ask ``status`` who has the blocks. It is called on the engine's thread too."""
         self._status = status
-
-    def __call__(self, event: Event) -> None:
-        """Note an event, if it tells anything. Should that fail, nothing is noted any more: requests are served on."""
-        note = self._on.get(type(event))
-        if note is None or self.has_failed:
-            return
-        try:
-            with self._lock:
-                note(event)
-        except Exception:  # noqa: BLE001 - whatever it is, requests are served
-            self.has_failed = True
-            _log.exception("the overview has failed at %s: the dashboard ends here", type(event).__name__)
 
     def see(self) -> Seen | None:
         """Return what is known now; None before anybody can be asked what the engine does."""

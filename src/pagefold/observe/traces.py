@@ -6,7 +6,6 @@ Then the request is written as spans (``spans.py``). On the engine's thread no m
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any, Protocol
@@ -22,11 +21,11 @@ from pagefold.events import (
     RequestPreempted,
 )
 from pagefold.observe.request_trace import RequestTrace, TraceEvent
+from pagefold.observe.subscriber import Subscriber
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pagefold.events import Event
     from pagefold.observe.request_trace import HttpEnd, TraceValue
 
 __all__ = ["SpanSink", "Traces"]
@@ -50,7 +49,7 @@ class SpanSink(Protocol):
         """Deliver what was written, for a short while at most."""
 
 
-class Traces:
+class Traces(Subscriber):
     """Notes what happens to requests. What warms the cache has no trace.
 
     Events come on the engine's thread, ends of HTTP requests on another.
@@ -61,13 +60,7 @@ class Traces:
     """
 
     def __init__(self, sink: SpanSink, clock: Callable[[], float] = time.monotonic) -> None:
-        self._sink = sink
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._live: dict[str, RequestTrace] = {}  # by the ids of all samples
-        self._waiting: OrderedDict[str, RequestTrace] = OrderedDict()  # those that have ended
-        self._has_failed = False
-        self._on: dict[type, Callable[[Any], None]] = {
+        on: dict[type, Callable[[Any], None]] = {
             FetchEnded: self._on_fetch_ended,
             FirstToken: self._on_first_token,
             OutputFinished: self._on_output_finished,
@@ -77,18 +70,11 @@ class Traces:
             RequestCorrupted: self._on_request_corrupted,
             RequestPreempted: self._on_request_preempted,
         }
-
-    def __call__(self, event: Event) -> None:
-        """Note an event, if it tells anything. Should that fail, nothing is noted any more: requests are served on."""
-        note = self._on.get(type(event))
-        if note is None or self._has_failed:
-            return
-        try:
-            with self._lock:
-                note(event)
-        except Exception:  # noqa: BLE001 - whatever it is, requests are served
-            self._has_failed = True
-            _log.exception("traces have failed at %s: later requests have none", type(event).__name__)
+        super().__init__(on, _log, "traces have failed at %s: later requests have none")
+        self._sink = sink
+        self._clock = clock
+        self._live: dict[str, RequestTrace] = {}  # by the ids of all samples
+        self._waiting: OrderedDict[str, RequestTrace] = OrderedDict()  # those that have ended
 
     def end_http(self, request_ids: Sequence[str], end: HttpEnd) -> None:
         """An HTTP request has ended that had these requests: write those that have ended too, and the others then."""
@@ -116,7 +102,7 @@ class Traces:
         try:
             self._sink.write(trace)
         except Exception:  # noqa: BLE001 - as above
-            self._has_failed = True
+            self.has_failed = True
             _log.exception("traces have failed: later requests have none", extra={"request_id": trace.request_id})
 
     def _tell(self, trace: RequestTrace, name: str, **attributes: TraceValue) -> None:

@@ -63,7 +63,6 @@ class Advices:
     """
 
     def __init__(self, ledger: Ledger, diagnoses: Diagnoses, decode: Callable[[Sequence[int]], str | None]) -> None:
-        self._ledger = ledger
         self._diagnoses = diagnoses
         self._decode = decode
         self._adviser = Adviser(ledger, self._section)
@@ -87,12 +86,9 @@ class Advices:
             "since_s": None if advice.since_s is None else round(advice.since_s, 3),
         }
 
-    def _section(self, own_id: str, other_id: str) -> str:
-        """Return what differs of two requests, by the engine's names for their prompts."""
-        record = next(iter(self._ledger.records(own_id)), None)
-        if record is None:
-            return ""
-        own, other = (name.rpartition("-")[0] for name in (own_id, other_id))
+    def _section(self, record: RequestRecord, other_id: str) -> str:
+        """Return what differs of a request and another of its tenant's, by the engine's names for their prompts."""
+        own, other = (name.rpartition("-")[0] for name in (record.request_id, other_id))
         return self._diagnoses.section(record.tenant, other, own)
 
     def _told(self, loss: Loss, share: float, reader: Reader) -> dict[str, Any]:

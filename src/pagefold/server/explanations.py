@@ -126,7 +126,7 @@ class Explanations:
         with self._lock:
             refusal = self._of(self._refusals, request_id, reader)
             response_id = self._of(self._ids, request_id, reader) or request_id
-        records = [one for one in self._ledger.records(response_id) if reader.may_see(one.tenant)]
+        records = self._records(response_id, reader)
         reach = {"reach": self._reach(reader)}
         if records:
             return self._told(response_id, records, reader) | reach
@@ -165,7 +165,7 @@ class Explanations:
     def misses(self, response_id: str, tenant: str) -> list[dict[str, Any]]:
         """Return why tokens of a tenant's request were computed, one prompt behind the other; none if that is gone."""
         reader = Reader(tenant)
-        records = [one for one in self._ledger.records(response_id) if reader.may_see(one.tenant)]
+        records = self._records(response_id, reader)
         return [self._miss(miss, reader, tenant) for record in records for miss in record.misses or ()]
 
     def num_common_tokens(self, one_id: str, other_id: str, tenant: str) -> int | None:
@@ -175,8 +175,9 @@ class Explanations:
 
     def on_other_terms(self, one_id: str, other_id: str, tenant: str) -> bool:
         """Whether two requests of a tenant are remembered that share nothing, whatever they say."""
-        records = [record for one in (one_id, other_id) for record in self._ledger.records(one)]
-        return len({record.namespace for record in records if record.tenant == tenant}) > 1
+        reader = Reader(tenant)
+        records = (*self._records(one_id, reader), *self._records(other_id, reader))
+        return len({record.namespace for record in records}) > 1
 
     def worst(self, num: int, reader: Reader) -> dict[str, Any]:
         """Return those of a reader's requests that computed most tokens which need not have been."""
@@ -191,9 +192,13 @@ class Explanations:
 
     # Inside.
 
+    def _records(self, request_id: str, reader: Reader) -> list[RequestRecord]:
+        """Return the requests of that name that a reader may see."""
+        return [record for record in self._ledger.records(request_id) if reader.may_see(record.tenant)]
+
     def _text(self, response_id: str, tenant: str) -> bytes:
         """Return the first prompt of a tenant's request, and what came behind it, packed; empty if that is gone."""
-        return next((one.text for one in self._ledger.records(response_id) if one.tenant == tenant), b"")
+        return next((record.text for record in self._records(response_id, Reader(tenant))), b"")
 
     def _listed(self, records: Iterable[RequestRecord], reader: Reader) -> dict[str, Any]:
         data = [self._told(one.request_id, [one], reader) for one in records]
@@ -271,7 +276,7 @@ class Explanations:
 
     def _visible(self, request_id: str, reader: Reader) -> str | None:
         """Return the id of another request, if a reader may know it."""
-        return next((request_id for one in self._ledger.records(request_id) if reader.may_see(one.tenant)), None)
+        return request_id if self._records(request_id, reader) else None
 
     def _reach(self, reader: Reader) -> dict[str, Any]:
         """Return for how many seconds back nothing was forgotten; None where nothing ever was, or he may not know."""

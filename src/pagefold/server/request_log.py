@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pagefold.server.explanations import Explanations
     from pagefold.server.generation import Generation
 
-__all__ = ["RequestLog", "attach_generation"]
+__all__ = ["RequestLog", "attach_generation", "attached_generation"]
 
 _log = logging.getLogger("pagefold.request")
 
@@ -39,6 +39,12 @@ _NUM_SHOWN_CHARACTERS = 200
 def attach_generation(scope: Scope, generation: Generation) -> None:
     """Tell the log which generation answers a request."""
     scope.setdefault("state", {})["generation"] = generation
+
+
+def attached_generation(scope: Scope) -> Generation | None:
+    """Return which generation answers a request; None where none does."""
+    generation: Generation | None = scope.get("state", {}).get("generation")
+    return generation
 
 
 def _ignore(_response_id: str) -> None:
@@ -100,7 +106,7 @@ class RequestLog:
             if self._explanations is not None:
                 _note(self._explanations, scope, request_id, status, error)
             _write(scope, request_id, status, time.monotonic() - began)
-            generation = scope.get("state", {}).get("generation")
+            generation = attached_generation(scope)
             if generation is not None:
                 self._on_end(generation.request_id)
 
@@ -115,7 +121,7 @@ def _note(explanations: Explanations, scope: Scope, request_id: str, status: int
 
 def _name(explanations: Explanations, scope: Scope, request_id: str) -> bool:
     """Note which response a request gets; whether it gets one."""
-    generation = scope.get("state", {}).get("generation")
+    generation = attached_generation(scope)
     if generation is not None:
         explanations.name(account_of(scope).tenant, request_id, generation.request_id)
     return generation is not None
@@ -140,7 +146,7 @@ def _write(scope: Scope, request_id: str, status: int | None, e2e_s: float) -> N
         "path": scope["path"][:_NUM_SHOWN_CHARACTERS],
         "status": status,
     }
-    generation = scope.get("state", {}).get("generation")
+    generation = attached_generation(scope)
     if generation is not None:
         fields |= generation.summary()
     _log.log(level, "request", extra={**fields, "e2e_s": round(e2e_s, 6)})

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from pagefold.observe.logs import current_request_id
 from pagefold.observe.request_trace import HttpEnd
+from pagefold.server.request_log import attached_generation
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -34,7 +35,7 @@ class TraceRequests:
         try:
             await self._app(scope, receive, send)
         finally:
-            generation = scope.get("state", {}).get("generation")
+            generation = attached_generation(scope)
             if generation is not None:
                 end = HttpEnd(current_request_id.get() or "", generation.request_id, _headers(scope))
                 self._end(generation.request_ids, end)
