@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
 import threading
 from typing import TYPE_CHECKING
 
 import openai
 import pytest
-from local_server import LocalServer, error_of, finish_reasons
+from local_server import LocalServer, error_of, finish_reasons, until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -53,10 +54,16 @@ def test_an_error_in_a_stream_is_an_event(poisoned, fields, bias, caplog):
 
 def test_the_log_names_the_request(poisoned, caplog):
     """By the id of its response, which the line of its HTTP request has too, as ``response_id``."""
+    caplog.set_level(logging.INFO, logger="pagefold")
     error_of(poisoned.http.post("/v1/completions", json={"prompt": BAD, **GREEDY}), 500)
     (line,) = [record for record in caplog.records if "NaN or infinite" in record.message]
-    (of_http,) = [record for record in caplog.records if record.name == "pagefold.request"]
-    assert line.request_ids == f"{of_http.response_id}-0"
+
+    def of_http() -> list[logging.LogRecord]:
+        return [record for record in caplog.records if record.name == "pagefold.request"]
+
+    until(lambda: bool(of_http()), "the line of the request, which is written when the answer has been sent")
+    (told,) = of_http()
+    assert line.request_ids == f"{told.response_id}-0"
 
 
 def test_others_of_the_batch_are_answered_as_ever(poisoned, caplog):
