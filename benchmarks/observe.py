@@ -17,8 +17,10 @@
   pairs; and what share of all CPU time is spent in the two themselves.
 
 * load, tenants: see ``benchmarks/observed_load.py``.
+* auto: what the policy finds that follows others, against the best single one: the trace named above, where it is, a
+  workload that changes (six phases with nothing in common), and shared prompts; each prompt through the real cache.
 
-    python benchmarks/observe.py [--only causes|load|tenants|memory|curves|cost] [--sessions 40] [--pairs 6]
+    python benchmarks/observe.py [--only causes|load|tenants|memory|curves|cost|auto] [--sessions 40] [--pairs 6]
         [--requests 10000] [--traces FILE ...] [--json FILE]
 """
 
@@ -33,6 +35,7 @@ from random import Random
 from time import process_time, thread_time
 from typing import TYPE_CHECKING
 
+from auto_policy import measure_auto
 from observed_load import measure_load, measure_tenants
 from report import Row, machine, parser, print_report
 from rich.progress import track
@@ -490,7 +493,9 @@ def measure_cost(num_pairs: int) -> list[Row]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure and report."""
     made = parser(__doc__)
-    made.add_argument("--only", choices=("causes", "load", "tenants", "memory", "curves", "cost"), help="a part of it")
+    made.add_argument(
+        "--only", choices=("causes", "load", "tenants", "memory", "curves", "cost", "auto"), help="a part of it"
+    )
     made.add_argument("--sessions", type=int, default=40, help="of planted causes")
     made.add_argument("--requests", type=int, default=10_000, help="of two tenants; a fifth of them under load")
     made.add_argument("--pairs", type=int, default=6, help="of runs with and without")
@@ -509,6 +514,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         rows += measure_curves(arguments.traces)
     if arguments.only in (None, "cost"):
         rows += measure_cost(arguments.pairs)
+    if arguments.only in (None, "auto"):
+        rows += measure_auto()
     print_report("observe", rows, machine(), arguments.json)
 
 

@@ -57,7 +57,7 @@ HINTED_SIZE, HINTED_ASKED = 3_000_000, 0.25
 NUM_BLOCKS = 100_000
 NUM_PAUSES = 20_000
 PAUSE_MS = {DEFAULT_POLICY: 5.0}
-DECISION_US = {"learned": 20.0, "adaptive": None}
+DECISION_US = {"learned": 20.0, "auto": None}
 REPLAY_S = {"lru": 10.0, DEFAULT_POLICY: 40.0}
 
 

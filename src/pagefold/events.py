@@ -26,6 +26,7 @@ __all__ = [
     "Emit",
     "Event",
     "EvictionCause",
+    "EvictionPolicySwitched",
     "EvictionRule",
     "FetchEnded",
     "FetchOutcome",
@@ -167,6 +168,22 @@ class CacheConfigured:
     num_disk_blocks: int = 0
     blocks_per_place: int = 1
     bytes_per_block: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EvictionPolicySwitched:
+    """Another eviction policy is followed from now on: ``auto`` has found that it would have found more.
+
+    Attributes:
+        policy: its name.
+        before: whose turn it was; empty at the start.
+        found_share, found_share_before: share of the blocks used lately that each would have found, 0 to 1.
+    """
+
+    policy: str
+    before: str
+    found_share: float
+    found_share_before: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -613,6 +630,7 @@ Event: TypeAlias = (
     | BlocksPublished
     | BlocksReused
     | CacheConfigured
+    | EvictionPolicySwitched
     | HostTransfer
     | PathForgotten
     | PathsDistrusted

@@ -52,7 +52,9 @@ class House:
         self.ledger(CacheConfigured({}, ledger_blocks or num_blocks, block_size, policy))
         self.events: list[Event] = []
         emit = fan_out(self.ledger, self.events.append, *(() if listen is None else (listen,)))
-        self.core = KVCore(num_blocks, block_size=block_size, policy=make_policy(policy), emit=emit, **core)  # type: ignore[arg-type]
+        self.core = KVCore(
+            num_blocks, block_size=block_size, policy=make_policy(policy, num_blocks, emit), emit=emit, **core
+        )  # type: ignore[arg-type]
         self.scheduler = Scheduler(self.core, SchedulerLimits(max_num_seqs, max_num_batched_tokens), emit=emit)
         self.runner = NullRunner()
         self.emit = emit

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 from ledger_house import NS, House
 
-from pagefold.events import PrefixLookup, RequestAdded, RequestFinished
+from pagefold.events import EvictionPolicySwitched, PrefixLookup, RequestAdded, RequestFinished
 from pagefold.kv import KeepRule, Namespace
 from pagefold.kv.names import digest_of
 from pagefold.observe.misses import Cause
@@ -97,6 +97,20 @@ def test_what_was_evicted_says_for_whom_and_by_what() -> None:
     assert miss.eviction.request_id == taker
     assert (miss.eviction.policy, miss.eviction.score) != ("", None)
     assert 7 <= miss.eviction.ago_s <= 10
+
+
+def test_an_eviction_is_by_whom_auto_followed_then() -> None:
+    house = House(num_blocks=12, policy="auto")
+    texts = [[number] * 16 for number in (1, 2, 3)]
+    for number, (text, policy) in enumerate(zip(texts, ("learned", "lru", "2q"), strict=True)):
+        if number:
+            house.emit(EvictionPolicySwitched(policy, "learned", 0.5, 0.25))
+        house.ask(text)
+        house.clock.advance(5)
+        house.ask(range(100 * number, 100 * number + 47))
+        house.clock.advance(5)
+    found = [house.misses(house.ask([*text, 9]))[0].eviction for text in texts]
+    assert [None if one is None else one.policy for one in found] == ["learned", "lru", "2q"]
 
 
 def test_a_tail_may_be_evicted_alone() -> None:

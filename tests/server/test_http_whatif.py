@@ -10,7 +10,7 @@ import pytest
 from local_server import LocalServer, error_of
 
 from pagefold.config import Account
-from pagefold.kv import POLICIES
+from pagefold.kv import AUTO, POLICIES
 from pagefold.server import whatif
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def test_it_says_what_each_size_policy_and_tier_would_find(server: LocalServer) 
     assert (answer["num_accesses"], answer["num_tokens"], answer["sampled_share"]) == (36, 18 * 40, 1.0)
     lru, *others = answer["policies"]
     assert lru["policy"] == "lru"
-    assert {one["policy"] for one in answer["policies"]} == set(POLICIES)
+    assert {one["policy"] for one in answer["policies"]} == set(POLICIES) - {AUTO}
     assert [one["policy"] for one in answer["policies"] if one["is_used"]] == ["learned"]
     ratio = 12 * 32 / (18 * 40)
     for point in lru["points"]:
@@ -124,7 +124,7 @@ def test_without_tenants_everybody_sees_all(tiny_chat_model: Path) -> None:
         ask(server, [3] * 10, {})
         assert "whole block" in error_of(server.http.get(PATH), 404)["message"]
         ask(server, [3] * 20, {})
-        assert len(told(server)["policies"]) == len(POLICIES)
+        assert len(told(server)["policies"]) == len(POLICIES) - 1, "but for the one that follows them"
     finally:
         server.close()
 
@@ -134,5 +134,22 @@ def test_with_caching_off_there_is_none(tiny_chat_model: Path) -> None:
     try:
         ask(server, [3] * 20, {})
         assert "caching is off" in error_of(server.http.get(PATH), 404)["message"]
+    finally:
+        server.close()
+
+
+def test_a_policy_that_follows_others_says_whom(tiny_chat_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(whatif, "_MOST_SHARE", 1e9)
+    server = LocalServer(tiny_chat_model, kv_cache_memory_bytes=2**21, max_model_len=64, eviction_policy=AUTO)
+    try:
+        ask(server, [3] * 20, {})
+        assert [one["policy"] for one in told(server)["policies"] if one["is_used"]] == ["learned"]
+        assert server.http.get("/v1/dashboard").json()["policy"] == "auto (learned)"
+        switched = server.engine.scheduler.core.policy._candidates[1]
+        switched.found = 1e9
+        ask(server, [3] * 40, {})  # whoever found more is followed with the next use
+        assert [one["policy"] for one in told(server)["policies"] if one["is_used"]] == ["lru"]
+        assert server.http.get("/v1/dashboard").json()["policy"] == "auto (lru)"
+        assert server.metric("pagefold:eviction_policy_switches_total", "lru") == 1
     finally:
         server.close()

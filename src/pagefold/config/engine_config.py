@@ -205,7 +205,7 @@ class EngineConfig:
         str,
         Flag(
             "Which cached blocks go first: default (learned), lru, lfu, fifo, slru, 2q, s3-fifo, "
-            "weighted, cost-aware, learned or adaptive."
+            "weighted, cost-aware, learned or auto."
         ),
     ] = "default"
     attention_backend: Annotated[AttentionBackend, Flag("auto, cpu, cuda or reference.")] = "auto"

@@ -161,11 +161,12 @@ def _assemble(
         if measure_link is not None:
             measure_link(arbiter, say)
         slow = _slow_tiers(config, host, arbiter, stores, say)
+    emit(_configured(config, capacity, geometry, has_stores=slow.is_on))
     core = KVCore(
         capacity.num_blocks,
         block_size=config.block_size,
         rules=[group.keeps for group in geometry.groups],
-        policy=make_policy(config.eviction_policy),
+        policy=make_policy(config.eviction_policy, capacity.num_blocks, emit),
         enable_prefix_caching=config.enable_prefix_caching,
         pin_limits=PinLimits(config.max_pinned_share, config.pin_half_life_s),
         host=host,
@@ -195,7 +196,6 @@ def _assemble(
             ready = hardware_of(blueprint.draft).ready(blueprint.draft, say)
             by_model = model_drafter(ready.runner, blueprint.draft, spec.vocab_size, config.max_num_seqs)
         drafting = _drafting(config, scheduler, runner, by_model, say)
-    emit(_configured(config, capacity, geometry, has_stores=slow.is_on))
     ends = frozenset() if tokenizer is None or not core.trims else tokenizer.message_end_ids
     kind = OverlappedEngine if hardware.computes_apart and not tiering.is_on else Engine
     return kind(

@@ -16,7 +16,7 @@ from pagefold.kv.namespace import Namespace
 from pagefold.kv.ops import NO_HOST_OPS, CopyOp, FetchOp, HostOps, LoadOp, ResidualCopy, StoreOp, WriteOp
 from pagefold.kv.packing import Packed
 from pagefold.kv.pins import DroppedPin, Pin, PinLimits, PinTable
-from pagefold.kv.policies import DEFAULT_POLICY, POLICIES, make_policy
+from pagefold.kv.policies import AUTO, DEFAULT_POLICY, POLICIES, make_policy
 from pagefold.kv.residuals import NO_RESIDUALS, Residuals
 from pagefold.kv.sequence_cache import Promise, SequenceCache
 from pagefold.kv.slow_tiers import NO_SLOW_TIERS, SlowTiers
@@ -26,6 +26,7 @@ from pagefold.kv.tree import TOKEN_BYTES, PrefixHit
 from pagefold.kv.writes import WRITE_POLICIES, WritePolicy
 
 __all__ = [
+    "AUTO",
     "CODECS",
     "DEFAULT_POLICY",
     "KEEP_ALL",

@@ -123,6 +123,10 @@ class BlockUses:
 
     # What the ledger tells, on the engine's thread.
 
+    def follow(self, policy: str) -> None:
+        """Note that another policy chooses from now on."""
+        self.sizes = self.sizes._replace(policy=policy)
+
     def look_up(self, number: int, tenant: str, keys: Sequence[int], num_tokens: int) -> None:
         """Note that a request was let in for the first time.
 

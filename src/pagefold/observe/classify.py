@@ -42,9 +42,8 @@ class Past(Protocol):
     def paths(self) -> SeenPaths:
         """Which paths the cache has had."""
 
-    @property
-    def policy(self) -> str:
-        """The eviction policy's name."""
+    def policy_at(self, when_s: float) -> str:
+        """Return the name of the eviction policy that chose at a time."""
 
     @property
     def publishes(self) -> bool:
@@ -234,7 +233,7 @@ class _Classifier:
         """Return how what is known under an entry had to go."""
         causer = self._past.number(self._paths.causer(entry))
         score = self._paths.score(entry)
-        policy = self._past.policy if score is not None else ""
+        policy = self._past.policy_at(self._paths.when_s(entry)) if score is not None else ""
         return Eviction(self._ago_s(entry), policy, score, "" if causer is None else causer.request_id)
 
     def _ago_s(self, entry: int) -> float:

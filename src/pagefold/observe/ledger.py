@@ -20,6 +20,7 @@ from pagefold.events import (
     BlocksPublished,
     CacheConfigured,
     CacheReset,
+    EvictionPolicySwitched,
     FetchEnded,
     FirstToken,
     OutputFinished,
@@ -104,7 +105,6 @@ class Ledger(Subscriber):
     Attributes:
         is_on: as above.
         paths: which paths the cache has had.
-        policy: the eviction policy's name.
         publishes: whether anything is ever cached.
         block_size: tokens a block.
         uses: which blocks requests use, for curves; told by the ledger, since both go by keys of paths.
@@ -116,6 +116,7 @@ class Ledger(Subscriber):
             BlocksPublished: self._on_blocks_published,
             CacheConfigured: self._begin,
             CacheReset: self._on_cache_reset,
+            EvictionPolicySwitched: self._on_policy_switched,
             FetchEnded: self._on_fetch_ended,
             FirstToken: self._on_first_token,
             OutputFinished: self._on_output_finished,
@@ -147,7 +148,8 @@ class Ledger(Subscriber):
         self.uses.begin(event)
         num_entries = (1 + GHOSTS_PER_BLOCK) * max(1, event.num_blocks)
         self.paths = SeenPaths(num_entries)
-        self.policy = event.eviction_policy
+        self._policy = event.eviction_policy
+        self._turns_of_policies: deque[tuple[float, str]] = deque(maxlen=_MOST_TURNS)  # since when, and whose
         self.publishes = event.publishes
         self.block_size = max(1, event.block_size)
         most_tokens = num_entries * _TEXT_BYTES_PER_ENTRY // TOKEN_BYTES
@@ -241,6 +243,11 @@ class Ledger(Subscriber):
     def namespaces(self, tenant: str | None) -> Iterable[bytes]:
         """Return the last namespaces of a tenant, the last first; or of each, for None."""
         return self._records.namespaces(tenant)
+
+    def policy_at(self, when_s: float) -> str:
+        """Return the name of the eviction policy that chose at a time: whom ``auto`` followed then, if that is it."""
+        turns = self._turns_of_policies
+        return next((policy for since_s, policy in reversed(turns) if since_s <= when_s), self._policy)
 
     def tier_miss(self, key: int, since_s: float) -> str:
         """Return what a tier found that was asked for a path since then; empty for nothing."""
@@ -423,6 +430,10 @@ class Ledger(Subscriber):
             self.paths.blame(entry, number)
         else:
             self.paths.evict(entry, self._clock(), number, event.score)
+
+    def _on_policy_switched(self, event: EvictionPolicySwitched) -> None:
+        self._turns_of_policies.append((self._clock(), event.policy))
+        self.uses.follow(event.policy)
 
     def _on_path_forgotten(self, event: PathForgotten) -> None:
         causer = self._records.named(event.asked_by)

@@ -14,6 +14,7 @@ from pagefold.events import (
     ChunksPacked,
     DraftsVerified,
     EvictionCause,
+    EvictionPolicySwitched,
     FirstToken,
     NextTokens,
     OutputFinished,
@@ -28,6 +29,7 @@ from pagefold.events import (
     StepAbandoned,
     StepApplied,
 )
+from pagefold.kv import AUTO, POLICIES
 from pagefold.observe.gauges import Gauges
 from pagefold.observe.misses import Cause
 from pagefold.observe.series import SeriesMaker
@@ -105,6 +107,7 @@ class Metrics:
             CacheConfigured: self._on_cache_configured,
             ChunksPacked: self._on_chunks_packed,
             DraftsVerified: self._on_drafts_verified,
+            EvictionPolicySwitched: self._on_policy_switched,
             FirstToken: self._on_first_token,
             NextTokens: self._on_next_tokens,
             OutputFinished: self._on_output_finished,
@@ -262,6 +265,12 @@ class Metrics:
         self._evicted = self._series.counters(
             "pagefold:blocks_evicted", "Cached blocks dropped, by why.", "cause", get_args(EvictionCause)
         )
+        self._switches = self._series.counters(
+            "pagefold:eviction_policy_switches",
+            "How often auto has begun to follow another eviction policy, by which.",
+            "policy",
+            [policy for policy in POLICIES if policy != AUTO],
+        )
         self._pins_dropped = self._series.counters(
             "pagefold:pins_dropped",
             "Pins that ended, by why; quota counts those that never came to be.",
@@ -390,6 +399,10 @@ class Metrics:
 
     def _on_cache_configured(self, event: CacheConfigured) -> None:
         self._gauges.settings = event.settings
+
+    def _on_policy_switched(self, event: EvictionPolicySwitched) -> None:
+        if event.before:
+            self._switches[event.policy].inc()
 
     def _on_prefix_lookup(self, event: PrefixLookup) -> None:
         if event.after_preemption:  # its own blocks, found again, are no saving

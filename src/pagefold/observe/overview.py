@@ -19,6 +19,7 @@ from pagefold.events import (
     BlocksPublished,
     CacheConfigured,
     CacheReset,
+    EvictionPolicySwitched,
     OutputFinished,
     PathForgotten,
     PathsDistrusted,
@@ -90,7 +91,7 @@ class Seen(NamedTuple):
         now_s: the moment.
         status: what the engine does.
         block_size: tokens a block; 0 before there is a cache.
-        policy: the eviction policy's name.
+        policy: the eviction policy's name, and whom it follows, if it does.
         uses: who had the blocks, of each piece of the timeline; None where it is not known.
         series: what was counted in each piece, by series and label.
         output_tokens_per_s, prompt_tokens_per_s: lately; of prompts those that were computed.
@@ -126,6 +127,7 @@ class Overview(Subscriber):
             BlocksPublished: self._on_blocks_published,
             CacheConfigured: self._on_cache_configured,
             CacheReset: self._on_cache_reset,
+            EvictionPolicySwitched: self._on_policy_switched,
             OutputFinished: self._on_output_finished,
             PathForgotten: self._on_path_forgotten,
             PathsDistrusted: self._on_paths_distrusted,
@@ -145,6 +147,7 @@ class Overview(Subscriber):
         self._sampled_s = -_SAMPLE_S
         self._block_size = 0
         self._policy = ""
+        self._follows = ""
 
     @property
     def explains(self) -> bool:
@@ -167,7 +170,7 @@ class Overview(Subscriber):
                 now_s=self._clock(),
                 status=status,
                 block_size=self._block_size,
-                policy=self._policy,
+                policy=f"{self._policy} ({self._follows})" if self._follows else self._policy,
                 uses=timeline.uses(),
                 series={name: timeline.series(name) for name in _SERIES},
                 output_tokens_per_s=timeline.rate("tokens", "output"),
@@ -193,6 +196,9 @@ class Overview(Subscriber):
 
     def _on_cache_reset(self, event: CacheReset) -> None:  # noqa: ARG002 - it tells nothing but that
         self._prefixes.clear()
+
+    def _on_policy_switched(self, event: EvictionPolicySwitched) -> None:
+        self._follows = event.policy
 
     def _on_path_forgotten(self, event: PathForgotten) -> None:
         self._prefixes.gone(event.node)

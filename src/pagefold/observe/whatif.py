@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from pagefold.curves.hit_curve import Sampled, curve_of
 from pagefold.curves.lru_stack import LruStack
 from pagefold.curves.prompt_cache import PromptCache
-from pagefold.kv import POLICIES, TOKEN_BYTES, make_policy
+from pagefold.kv import AUTO, POLICIES, TOKEN_BYTES, make_policy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -59,8 +59,8 @@ def asked_of(uses: Uses) -> Asked:
 
 
 def other_policies(policy: str) -> tuple[str, ...]:
-    """Return the names of all eviction policies but one."""
-    return tuple(name for name in POLICIES if name != policy)
+    """Return the names of all eviction policies but one, and but the one that follows others."""
+    return tuple(name for name in POLICIES if name not in (policy, AUTO))
 
 
 def lru_curve_of(uses: Uses, block_size: int) -> HitCurve:

@@ -18,6 +18,7 @@ from pagefold.memory.native import have_few_arenas
 from pagefold.observe.ledger import Ledger
 from pagefold.observe.metrics import Metrics
 from pagefold.observe.overview import Overview
+from pagefold.observe.switch_log import log_switches
 from pagefold.server.app import create_app
 from pagefold.server.connection import http_settings
 from pagefold.server.late_engine import LateEngine
@@ -94,7 +95,7 @@ class ServerProcess:
         heard = (self._metrics.emit,) if traces is None else (self._metrics.emit, traces)
         self._ledger = Ledger(is_on=config.enable_explain, tell=fan_out(*heard))
         self._overview = Overview(self._ledger)
-        self._emit = fan_out(*heard, self._ledger, self._overview)
+        self._emit = fan_out(*heard, self._ledger, self._overview, log_switches)
         self._late = LateEngine()
         self._starter: threading.Thread | None = None
         self._engine: EngineThread | None = None

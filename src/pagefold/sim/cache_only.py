@@ -135,7 +135,7 @@ class _Replayer:
         progress: Callable[[int], None] | None,
     ) -> CacheOnlyReport:
         size = self.block_size
-        evictor = make_policy(policy) if isinstance(policy, str) else policy
+        evictor = make_policy(policy, num_blocks) if isinstance(policy, str) else policy
         num_evictions = 0
 
         def count(event: Event) -> None:

@@ -151,7 +151,7 @@ class _Machine:
         self._core = KVCore(
             run.num_blocks,
             block_size=run.block_size,
-            policy=make_policy(run.eviction_policy),
+            policy=make_policy(run.eviction_policy, run.num_blocks),
             pin_limits=PinLimits(0.5, 5.0),
             host=HostTier(run.num_host_blocks) if run.num_host_blocks else NO_HOST,
         )

@@ -83,7 +83,7 @@ def simulate(
         config.num_blocks,
         block_size=config.block_size,
         rules=rules,
-        policy=make_policy(config.eviction_policy),
+        policy=make_policy(config.eviction_policy, config.num_blocks, tally),
         enable_prefix_caching=config.enable_prefix_caching,
         host=host,
         slow=tiers.slow(host, config.block_size, _compute_s(cost), rules),

@@ -104,7 +104,7 @@ class _Replayer:
             settings.num_blocks,
             block_size=settings.block_size,
             rules=settings.rules,
-            policy=make_policy(settings.eviction_policy),
+            policy=make_policy(settings.eviction_policy, settings.num_blocks),
             enable_prefix_caching=settings.enable_prefix_caching,
             pin_limits=PinLimits(settings.max_pinned_share, settings.pin_half_life_s),
             host=HostTier(settings.num_host_blocks) if settings.num_host_blocks else NO_HOST,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pagefold.errors import ConfigError
-from pagefold.kv.policies.adaptive import Adaptive
+from pagefold.events import ignore
+from pagefold.kv.policies.auto import Auto
 from pagefold.kv.policies.cost_aware import CostAware
 from pagefold.kv.policies.fifo import Fifo
 from pagefold.kv.policies.learned import Learned
@@ -19,11 +20,12 @@ from pagefold.kv.policies.weighted import Weighted
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from pagefold.events import Emit
     from pagefold.kv.eviction import EvictionPolicy
 
-__all__ = ["DEFAULT_POLICY", "POLICIES", "make_policy"]
+__all__ = ["AUTO", "DEFAULT_POLICY", "POLICIES", "make_policy"]
 
-POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
+_SINGLE: dict[str, Callable[[], EvictionPolicy]] = {
     "lru": Lru,
     "lfu": Lfu,
     "fifo": Fifo,
@@ -33,20 +35,35 @@ POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
     "weighted": Weighted,
     "cost-aware": CostAware,
     "learned": Learned,
-    "adaptive": Adaptive,
 }
+
+AUTO = "auto"
+"""The policy that follows others."""
+
+_FOLLOWED = ("learned", "lru", "lfu", "s3-fifo", "2q")
+"""By ``auto``: the default first, and the simple rules that come first somewhere."""
+
+POLICIES = (*_SINGLE, AUTO)
+"""Names of all policies."""
 
 DEFAULT_POLICY = "learned"
 """What server, simulator and planner use: see docs/policies/index.md for how it was chosen."""
 
 
-def make_policy(name: str) -> EvictionPolicy:
+def make_policy(name: str, num_blocks: int = 0, emit: Emit = ignore) -> EvictionPolicy:
     """Return a fresh policy by name; ``default`` is that of the server.
+
+    Args:
+        name: of it.
+        num_blocks: of the cache that it is for; 0 where nobody knows. then ``auto`` looks at all of them.
+        emit: where ``auto`` says whom it follows.
 
     Raises:
         ConfigError: no policy has that name; lists those there are.
     """
-    made = POLICIES.get(DEFAULT_POLICY if name == "default" else name)
+    if name == AUTO:
+        return Auto({each: _SINGLE[each] for each in _FOLLOWED}, num_blocks, emit)
+    made = _SINGLE.get(DEFAULT_POLICY if name == "default" else name)
     if made is None:
         msg = f"There is no eviction policy {name!r}."
         raise ConfigError(msg, remedy=f"It must be one of {', '.join(POLICIES)}.")
