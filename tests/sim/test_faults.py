@@ -52,7 +52,7 @@ def test_everything_that_can_go_wrong_does(monkeypatch):
             seen[event.finish_reason] += 1
 
     monkeypatch.setattr(faults, "Scheduler", watched)
-    for seed in range(25):
+    for seed in (*range(25), 57):  # in the last one damage is found: few blocks come back from the host
         run_faulty(draw_run(seed, num_steps=80))
     for what in ("RequestPreempted", "BlockEvicted", "PinDropped", "StepAbandoned", "CacheReset", "partial"):
         assert seen[what] > 5, what
