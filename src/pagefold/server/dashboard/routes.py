@@ -41,7 +41,8 @@ def dashboard_routes(model_name: str, config: ServerConfig, overview: Overview) 
             msg = "Nobody has started an engine yet."
             raise EngineStoppedError(msg, remedy="Try again when /ready answers 200.")
         has_more = overview.explains and bool(seen.requests)
-        return told(seen, model_name) | {"more": _more(locks) if has_more else dict.fromkeys(_MORE)}
+        more = _more(locks) if has_more else dict.fromkeys(_MORE)
+        return told(seen, model_name) | {"explains": overview.explains, "more": more}
 
     return router
 
