@@ -146,6 +146,39 @@ def test_every_panel_is_filled_and_nothing_comes_from_elsewhere(browser: Chromiu
     page.close()
 
 
+def test_a_disk_has_its_blocks_and_what_moves(browser: Chromium, tiny_chat_model: Path, tmp_path: Path) -> None:
+    server = LocalServer(
+        tiny_chat_model,
+        kv_cache_memory_bytes=40 * 2**13,
+        max_model_len=512,
+        max_num_seqs=2,
+        kv_offloading_size=0.01,
+        kv_disk_path=str(tmp_path),
+        kv_disk_size=0.01,
+        kv_write_policy="write_through",
+    )
+    try:
+        server.complete(list(range(30_000, 30_250)), max_tokens=1)
+        page = opened(browser, server.url)
+        page.wait("document.querySelectorAll('#tier-disk canvas').length === 2")
+        label = "document.querySelector('#tier-disk canvas').getAttribute('aria-label')"
+        page.wait(f"{label}.includes('15 cached')")
+        assert page.eval(label).startswith("The disk: blocks over ten minutes")
+        (disk,) = (one for one in server.http.get("/v1/dashboard").json()["tiers"] if one["name"] == "disk")
+        assert f"{disk['num_blocks']:,} blocks" in page.text("#tier-disk h3")
+        assert "read in ten minutes" in page.text("#tier-disk h3")
+        page.eval("document.querySelector('#tier-disk canvas').focus()")
+        page.press("End")
+        assert page.text("#tier-disk .said").startswith("0 s ago: cached 15, free ")
+        moved = "document.querySelectorAll('#tier-disk canvas')[1].getAttribute('aria-label')"
+        assert "15 written" in page.eval(moved)
+        assert page.eval("document.documentElement.scrollWidth <= innerWidth")
+        check_quiet(page, server.url)
+        page.close()
+    finally:
+        server.close()
+
+
 def test_panels_that_a_server_does_not_have_are_not_there(browser: Chromium) -> None:
     bare = Stage("<b id=injected>x</b><img src=x onerror=alert(1)>", ServerConfig(enable_explain=False))
     page = opened(browser, bare.url)

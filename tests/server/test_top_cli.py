@@ -30,9 +30,11 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture(scope="module")
-def server(tiny_chat_model: Path) -> Iterator[LocalServer]:
+def server(tiny_chat_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
     door = {"api_keys": ("sk-one",), "admin_api_key": "sk-admin"}
-    server = LocalServer(tiny_chat_model, door=door, kv_cache_memory_bytes=2**21, max_num_seqs=4)
+    folder = tmp_path_factory.mktemp("disk")
+    disk = {"kv_offloading_size": 0.01, "kv_disk_path": str(folder), "kv_disk_size": 0.01}
+    server = LocalServer(tiny_chat_model, door=door, kv_cache_memory_bytes=2**21, max_num_seqs=4, **disk)
     yield server
     server.close()
 
@@ -60,6 +62,7 @@ def test_it_shows_a_server_once(server: LocalServer) -> None:
     assert "48.0% found: 96 on the device, 0 in tiers, 104 computed" in output
     assert "100 tokens  never_seen: nothing that was computed before goes on so" in output
     assert re.search(r"\d+ held .* \d+ cached .* \d+ free", output)
+    assert re.search(r"\ndisk ─+\n[▒·]+\n▒ 0 cached  · [\d,]+ free *\n0 blocks read \(0 B\), 0 in vain", output)
     assert all(id_[:20] in output for id_ in ids)
     assert "partial_block (4)" in output
     told = json.loads(run(server.url, "--api-key", "sk-admin", "--json"))

@@ -73,17 +73,17 @@ def _tiers(told: dict[str, Any], bar: int) -> Iterator[RenderableType]:
     for tier in told["tiers"]:
         now = tier["now"]
         yield Rule(tier["name"], align="left", style="bright_black")
-        if tier["num_blocks"] is None:
-            pace = "sooner than computing" if tier["is_fast"] else "computing is sooner"
-            yield Text(
-                f"{now['read']:,} blocks read ({_bytes(now['read_bytes'])}), {now['unread']:,} in vain, "
-                f"{now['written']:,} written in ten minutes; {pace}"
-            )
-        elif tier["num_blocks"]:
+        if tier["num_blocks"]:
             shown = {name: now[name] for name in _BLOCKS if name in now}
             yield _cells(shown, tier["num_blocks"], bar)
             yield Text("  ").join(
                 Text.assemble((_BLOCKS[name][0], _BLOCKS[name][1]), f" {num:,} {name}") for name, num in shown.items()
+            )
+        if tier["is_fast"] is not None:
+            pace = "sooner than computing" if tier["is_fast"] else "computing is sooner"
+            yield Text(
+                f"{now['read']:,} blocks read ({_bytes(now['read_bytes'])}), {now['unread']:,} in vain, "
+                f"{now['written']:,} written in ten minutes; {pace}"
             )
 
 
