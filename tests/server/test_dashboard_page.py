@@ -184,6 +184,7 @@ def test_panels_that_a_server_does_not_have_are_not_there(browser: Chromium) -> 
     page = opened(browser, bare.url)
     page.wait("document.querySelector('#state').textContent === 'Live'")
     assert page.eval("document.querySelector('#whatif').hidden && document.querySelector('#advice').hidden")
+    assert page.text("#no-requests") == "This server remembers none: it was started with --no-enable-explain."
     assert page.text("#model") == "<b id=injected>x</b><img src=x onerror=alert(1)>"
     assert page.eval("document.querySelectorAll('#injected, #model img').length") == 0
     check_quiet(page, bare.url)
@@ -305,6 +306,15 @@ def test_the_key_is_asked_for_and_kept_in_the_tab_alone(browser: Chromium, tiny_
         page.until(lambda: sum(url.endswith("/v1/dashboard") for url in page.requested()) > num_asked, "another try")
         page.wait("document.querySelector('#key').value === '' && !document.querySelector('#asks-key').hidden")
         page.wait("document.activeElement.id === 'key' && sessionStorage.length === 0")
+        num_asked = sum(url.endswith("/v1/dashboard") for url in page.requested())
+        for no_key in ("schlüssel", "ключ", "two words"):  # a header takes not all of them, and a server none
+            page.type(no_key)
+            page.press("Enter")
+            page.wait("document.querySelector('#key-why').innerText.startsWith('That is no key')")
+            page.wait("document.querySelector('#key').value === '' && document.activeElement.id === 'key'")
+            page.eval("document.querySelector('#key-why').textContent = ''")
+        assert sum(url.endswith("/v1/dashboard") for url in page.requested()) == num_asked
+        assert page.text("#state") == "Waits for a key"
         page.type("sk-admin")
         page.press("Enter")
         page.wait("document.querySelector('#asks-key').hidden && document.querySelector('#state').innerText === 'Live'")

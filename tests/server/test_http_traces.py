@@ -152,6 +152,22 @@ def test_a_client_that_vanishes_leaves_a_whole_trace(traced):
     assert attributes(span)["gen_ai.response.finish_reasons"] == ["abort"]
 
 
+def test_a_client_that_vanishes_before_the_engine_has_his_request_leaves_a_trace(traced):
+    """The engine is in a step meanwhile: it hears of the request only afterwards."""
+    traced.server.runner.close_gate()
+    body = {"prompt": PROMPT, "max_tokens": 50, "stream": True, **GREEDY}
+    with traced.server.post_raw("/v1/completions", body):
+        traced.server.runner.wait_in_step()
+        with traced.server.post_raw("/v1/completions", body):
+            until(lambda: traced.server.client._queue.num_requests == 2, "his request to be handed over")
+        until(lambda: traced.traces._early, "the server to see that he is gone")
+    traced.server.runner.allow()
+    until(lambda: not traced.traces._early, "the engine to hear of it")
+    roots = traced.delivered().roots()
+    assert [attributes(span)["gen_ai.response.finish_reasons"] for span in roots] == [["abort"], ["abort"]]
+    assert all("gen_ai.response.id" in attributes(span) for span in roots)
+
+
 def test_preemptions_are_events(tiny_chat_model):
     house = Traced(tiny_chat_model, kv_cache_memory_bytes=16 * 2**13, max_model_len=192, max_num_seqs=4)
     with contextlib.closing(house):

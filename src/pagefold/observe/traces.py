@@ -38,6 +38,9 @@ _MOST_EVENTS = 64
 _MOST_WAITING = 4096
 """Requests that have ended and whose HTTP request has not; those that ended first are given up."""
 
+_MOST_EARLY = 256
+"""Ends of HTTP requests whose requests have not come yet. Some never come; others do within a step."""
+
 
 class SpanSink(Protocol):
     """Where requests go that have ended."""
@@ -75,19 +78,29 @@ class Traces(Subscriber):
         self._clock = clock
         self._live: dict[str, RequestTrace] = {}  # by the ids of all samples
         self._waiting: OrderedDict[str, RequestTrace] = OrderedDict()  # those that have ended
+        self._early: OrderedDict[str, HttpEnd] = OrderedDict()  # of requests that have not come, by their ids
 
     def end_http(self, request_ids: Sequence[str], end: HttpEnd) -> None:
-        """An HTTP request has ended that had these requests: write those that have ended too, and the others then."""
+        """An HTTP request has ended that had these requests: write those that have ended too, and the others then.
+
+        A client may be gone before the engine's thread has told that the request has come. Then the others end on that
+        thread, and are written there: spans are made and put into a queue, which takes 0.1 ms and waits for nobody.
+        """
         with self._lock:
-            ended = [self._waiting.pop(request_id, None) for request_id in request_ids]
+            popped = [self._waiting.pop(request_id, None) for request_id in request_ids]
+            ended = [trace for trace in popped if trace is not None]
+            known = {sample_id for trace in ended for sample_id in trace.sample_ids}
             for request_id in request_ids:
                 live = self._live.get(request_id)
                 if live is not None:
                     live.http = end
+                elif request_id not in known:
+                    self._early[request_id] = end
+            while len(self._early) > _MOST_EARLY:
+                self._early.popitem(last=False)
         for trace in ended:
-            if trace is not None:
-                trace.http = end
-                self._write(trace)
+            trace.http = end
+            self._write(trace)
 
     def close(self) -> None:
         """Deliver what was written."""
@@ -119,6 +132,7 @@ class Traces(Subscriber):
         trace = RequestTrace(event.sample_ids, event.num_prompt_tokens, event.arrival_s)
         for request_id in event.sample_ids:
             self._live[request_id] = trace
+            trace.http = self._early.pop(request_id, trace.http)
 
     def _on_prefix_lookup(self, event: PrefixLookup) -> None:
         trace = self._live.get(event.request_id)

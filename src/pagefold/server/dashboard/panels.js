@@ -124,6 +124,7 @@ const panels = (() => {
   function requests(told, ask) {
     const rows = told.requests;
     $("no-requests").hidden = rows.length > 0;
+    $("no-requests").textContent = told.explains ? "None has ended yet." : "This server remembers none: it was started with --no-enable-explain.";
     const total = (one) => PARTS.reduce((all, [part]) => all + one[part], 0);
     const longest = Math.max(1e-9, ...rows.map(total));
     if (!$("parts").children.length) {
