@@ -5,12 +5,14 @@ from __future__ import annotations
 from array import array
 from random import Random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagefold.events import CacheConfigured
 from pagefold.observe.block_uses import BlockUses
 from pagefold.observe.use_log import UseLog
+from pagefold.observe.whatif import TIMES, ghost_ratios, lru_curve_of
 
 KEYS = st.lists(st.integers(0, 2**64 - 1), max_size=9)
 
@@ -104,11 +106,17 @@ def test_many_tokens_without_a_block_in_the_sample_are_counted() -> None:
     assert sum(use.num_tokens for use in log.uses().uses) == 3 * 2**31
 
 
-def test_answers_of_samples_and_what_is_published_again_count_once() -> None:
+def test_each_answer_has_a_path_of_its_own_and_what_is_published_again_counts_once() -> None:
     uses = BlockUses(lambda: 0.0)
     uses.begin(CacheConfigured({}, num_blocks=64, block_size=4))
     uses.look_up(1, "acme", [1, 2], 8)
-    for keys in ([3, 4], [5, 6], [3, 4]):
-        uses.publish(1, 2, keys)
+    for answer, keys in (("a", [3]), ("b", [5, 6]), ("a", [3, 4])):
+        uses.publish(1, answer, 2, keys)
     uses.end(1)
-    assert list(uses.told(None).uses.uses[-1].keys) == [1, 2, 3, 4, 5, 6]
+    assert [list(use.keys) for use in uses.told(None).uses.uses[1:]] == [[1, 2, 3, 4], [1, 2, 5, 6]]
+    uses.look_up(2, "acme", [1, 2, 5, 6, 7], 20)  # goes on from the second answer
+    told = uses.told(None).uses
+    curve = lru_curve_of(told, 4)
+    assert curve.at(64 * 4) == pytest.approx(4 / 7)
+    for policy, found in ghost_ratios(told, curve, ["lru", "lfu"], 64).items():
+        assert found == pytest.approx([4 / 7] * len(TIMES)), policy

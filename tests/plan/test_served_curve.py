@@ -85,6 +85,16 @@ def test_the_kv_that_is_planned_is_looked_up_in_the_curve() -> None:
     assert "with which at least 20.0% are found" in small.stdout
 
 
+def test_of_several_cache_groups_a_place_takes_several_blocks() -> None:
+    """The pool has 1,000 blocks; the curve counts places, of which there is one for three of those."""
+    with serving({**OF_ALL, "blocks_per_place": 3}) as url:
+        curve = json.loads(plan(url, "--api-key", "k", "--json").stdout)["hit_curve"]
+    assert curve["now"] == {"num_tokens": 333 * 16, "hit_ratio": 0.0}
+    with serving(OF_ALL) as url:
+        of_one = json.loads(plan(url, "--api-key", "k", "--json").stdout)["hit_curve"]
+    assert curve["planned"]["num_tokens"] == of_one["planned"]["num_tokens"] // 16 // 3 * 16
+
+
 def test_a_tenant_s_key_gives_his_own() -> None:
     with serving(OF_ONE) as url:
         assert "What your prompts, with the cache for them alone," in plan(url, "--api-key", "k").stdout

@@ -57,9 +57,10 @@ class Stage:
     Args:
         model_name: what the page shows.
         door: of the server.
+        port: that it listens on; 0 for one that is free.
     """
 
-    def __init__(self, model_name: str = "smollm2-135m", door: ServerConfig | None = None) -> None:
+    def __init__(self, model_name: str = "smollm2-135m", door: ServerConfig | None = None, port: int = 0) -> None:
         self._clock = VirtualClock()
         self._clock.advance(50_000.0)
         self._random = Random(5)
@@ -91,7 +92,7 @@ class Stage:
             overview=overview,
         )
         self._server = uvicorn.Server(http_settings(self.app, config, metrics.count_response))
-        listener: socket.socket = listen("127.0.0.1", 0)
+        listener: socket.socket = listen("127.0.0.1", port)
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [listener]}, daemon=True)
         self._thread.start()
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"

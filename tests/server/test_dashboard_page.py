@@ -146,11 +146,45 @@ def test_every_panel_is_filled_and_nothing_comes_from_elsewhere(browser: Chromiu
     page.close()
 
 
+def test_a_disk_has_its_blocks_and_what_moves(browser: Chromium, tiny_chat_model: Path, tmp_path: Path) -> None:
+    server = LocalServer(
+        tiny_chat_model,
+        kv_cache_memory_bytes=40 * 2**13,
+        max_model_len=512,
+        max_num_seqs=2,
+        kv_offloading_size=0.01,
+        kv_disk_path=str(tmp_path),
+        kv_disk_size=0.01,
+        kv_write_policy="write_through",
+    )
+    try:
+        server.complete(list(range(30_000, 30_250)), max_tokens=1)
+        page = opened(browser, server.url)
+        page.wait("document.querySelectorAll('#tier-disk canvas').length === 2")
+        label = "document.querySelector('#tier-disk canvas').getAttribute('aria-label')"
+        page.wait(f"{label}.includes('15 cached')")
+        assert page.eval(label).startswith("The disk: blocks over ten minutes")
+        (disk,) = (one for one in server.http.get("/v1/dashboard").json()["tiers"] if one["name"] == "disk")
+        assert f"{disk['num_blocks']:,} blocks" in page.text("#tier-disk h3")
+        assert "read in ten minutes" in page.text("#tier-disk h3")
+        page.eval("document.querySelector('#tier-disk canvas').focus()")
+        page.press("End")
+        assert page.text("#tier-disk .said").startswith("0 s ago: cached 15, free ")
+        moved = "document.querySelectorAll('#tier-disk canvas')[1].getAttribute('aria-label')"
+        assert "15 written" in page.eval(moved)
+        assert page.eval("document.documentElement.scrollWidth <= innerWidth")
+        check_quiet(page, server.url)
+        page.close()
+    finally:
+        server.close()
+
+
 def test_panels_that_a_server_does_not_have_are_not_there(browser: Chromium) -> None:
     bare = Stage("<b id=injected>x</b><img src=x onerror=alert(1)>", ServerConfig(enable_explain=False))
     page = opened(browser, bare.url)
     page.wait("document.querySelector('#state').textContent === 'Live'")
     assert page.eval("document.querySelector('#whatif').hidden && document.querySelector('#advice').hidden")
+    assert page.text("#no-requests") == "This server remembers none: it was started with --no-enable-explain."
     assert page.text("#model") == "<b id=injected>x</b><img src=x onerror=alert(1)>"
     assert page.eval("document.querySelectorAll('#injected, #model img').length") == 0
     check_quiet(page, bare.url)
@@ -272,6 +306,15 @@ def test_the_key_is_asked_for_and_kept_in_the_tab_alone(browser: Chromium, tiny_
         page.until(lambda: sum(url.endswith("/v1/dashboard") for url in page.requested()) > num_asked, "another try")
         page.wait("document.querySelector('#key').value === '' && !document.querySelector('#asks-key').hidden")
         page.wait("document.activeElement.id === 'key' && sessionStorage.length === 0")
+        num_asked = sum(url.endswith("/v1/dashboard") for url in page.requested())
+        for no_key in ("schlüssel", "ключ", "two words"):  # a header takes not all of them, and a server none
+            page.type(no_key)
+            page.press("Enter")
+            page.wait("document.querySelector('#key-why').innerText.startsWith('That is no key')")
+            page.wait("document.querySelector('#key').value === '' && document.activeElement.id === 'key'")
+            page.eval("document.querySelector('#key-why').textContent = ''")
+        assert sum(url.endswith("/v1/dashboard") for url in page.requested()) == num_asked
+        assert page.text("#state") == "Waits for a key"
         page.type("sk-admin")
         page.press("Enter")
         page.wait("document.querySelector('#asks-key').hidden && document.querySelector('#state').innerText === 'Live'")

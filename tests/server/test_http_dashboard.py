@@ -81,6 +81,35 @@ def test_what_had_to_go_is_told_with_its_rule(small: LocalServer) -> None:
     small.http.post("/reset_prefix_cache", headers=bearer("x"))
 
 
+def test_what_a_disk_has_is_told_over_time(tiny_chat_model: Path, tmp_path: Path) -> None:
+    """As its index has it, which a restart finds again."""
+    tiers = {"kv_offloading_size": 0.01, "kv_disk_path": str(tmp_path), "kv_disk_size": 0.01}
+    small = {"kv_cache_memory_bytes": 40 * 2**13, "max_model_len": 512, "max_num_seqs": 4}
+
+    def disk_of(server: LocalServer) -> dict:
+        return next(one for one in told(server)["tiers"] if one["name"] == "disk")
+
+    server = LocalServer(tiny_chat_model, **small, **tiers, kv_write_policy="write_through")
+    try:
+        empty = disk_of(server)
+        assert (empty["now"]["cached"], empty["series"]["cached"][0]) == (0, None)
+        assert empty["num_blocks"] == empty["now"]["free"] > 100
+        for number in range(4):
+            server.complete([30_000 + 1000 * number + i for i in range(250)], max_tokens=1)
+        until(lambda: disk_of(server)["now"]["cached"] == 4 * 15, "what was computed to be written")
+        full = disk_of(server)
+        assert full["series"]["cached"][-1] == 4 * 15
+        assert full["now"]["free"] == full["num_blocks"] - 4 * 15
+        assert full["now"]["written"] == sum(full["series"]["written"]) == 4 * 15
+    finally:
+        server.close()
+    server = LocalServer(tiny_chat_model, **small, **tiers)
+    try:
+        assert disk_of(server)["now"]["cached"] == 4 * 15
+    finally:
+        server.close()
+
+
 def test_ten_minutes_fit_into_a_small_answer(stage: Stage) -> None:
     """12 answers a minute."""
     with httpx.Client(base_url=stage.url, timeout=PATIENCE_S) as client:

@@ -6,6 +6,7 @@ import contextlib
 import socket
 import subprocess
 import sys
+import threading
 import time
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -142,7 +143,11 @@ def test_warming_up_and_refusals_have_no_trace(traced):
 
 
 def test_a_client_that_vanishes_leaves_a_whole_trace(traced):
-    """Here the HTTP request ends first, and the engine's later."""
+    """Here the HTTP request ends first, and the engine's later; its thread writes no spans."""
+    writers = []
+    sink = traced.traces._sink
+    write = sink.write
+    sink.write = lambda trace: (writers.append(threading.current_thread().name), write(trace))
     traced.server.runner.close_gate()
     with traced.server.post_raw("/v1/completions", {"prompt": PROMPT, "max_tokens": 50, "stream": True, **GREEDY}):
         traced.server.runner.wait_in_step()
@@ -150,6 +155,36 @@ def test_a_client_that_vanishes_leaves_a_whole_trace(traced):
     traced.server.runner.allow()
     (span,) = traced.delivered().roots()
     assert attributes(span)["gen_ai.response.finish_reasons"] == ["abort"]
+    assert writers == ["pagefold-spans_0"]
+
+
+def test_a_client_that_vanishes_before_the_engine_has_his_request_leaves_a_trace(traced):
+    """The engine is in a step meanwhile: it hears of the request only afterwards."""
+    traced.server.runner.close_gate()
+    body = {"prompt": PROMPT, "max_tokens": 50, "stream": True, **GREEDY}
+    with traced.server.post_raw("/v1/completions", body):
+        traced.server.runner.wait_in_step()
+        with traced.server.post_raw("/v1/completions", body):
+            until(lambda: traced.server.client._queue.num_requests == 2, "his request to be handed over")
+        until(lambda: traced.traces._early, "the server to see that he is gone")
+    traced.server.runner.allow()
+    until(lambda: not traced.traces._early, "the engine to hear of it")
+    roots = traced.delivered().roots()
+    assert [attributes(span)["gen_ai.response.finish_reasons"] for span in roots] == [["abort"], ["abort"]]
+    assert all("gen_ai.response.id" in attributes(span) for span in roots)
+
+
+def test_what_ends_after_the_traces_are_closed_is_no_failure(traced):
+    """A second signal ends a server while its engine is still in a step."""
+    traced.server.runner.close_gate()
+    with traced.server.post_raw("/v1/completions", {"prompt": PROMPT, "max_tokens": 50, "stream": True, **GREEDY}):
+        traced.server.runner.wait_in_step()
+    until(lambda: all(trace.http for trace in traced.traces._live.values()), "the server to see that he is gone")
+    traced.traces.close()
+    traced.server.runner.allow()
+    until(lambda: not len(traced.traces), "the request to end")
+    assert not traced.traces.has_failed
+    assert traced.receiver.roots() == []
 
 
 def test_preemptions_are_events(tiny_chat_model):

@@ -71,6 +71,8 @@ def test_it_says_what_each_size_policy_and_tier_would_find(server: LocalServer) 
     device, host = answer["tiers"]
     assert (device["tier"], device["num_blocks"], host["tier"]) == ("device", server.num_blocks, "host")
     assert host["num_blocks"] == server.engine.capacity.num_host_blocks
+    assert device["hit_ratio_at_least"] == device["hit_ratio_up_to_it"] == host["hit_ratio_at_least"]
+    assert answer["blocks_per_place"] == 1
     assert host["hit_ratio_up_to_it"] == pytest.approx(ratio, abs=1e-4)
     assert "53.3%" in answer["told"]
     assert [one["tenant"] for one in answer["tenants"]] == ["acme"]

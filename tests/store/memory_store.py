@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from pagefold.engine.engine import Engine
     from pagefold.kv import BlockName
+    from pagefold.kv.transfers import TierUse
     from pagefold.store import Get, Put
 
 __all__ = ["MemoryStore", "always_load"]
@@ -111,6 +112,9 @@ class MemoryStore:
 
     def use(self) -> StoreUse:
         return StoreUse(len(self.kept), sum(map(len, self.kept.values())), 0)
+
+    def known_use(self) -> TierUse | None:
+        return None
 
     def close(self) -> None:
         self.is_closed = True

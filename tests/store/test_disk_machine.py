@@ -99,7 +99,9 @@ class DiskMachine(RuleBasedStateMachine):
     @invariant()
     def never_over_the_limit(self):
         assert bytes_of(self.folder / "cache") <= self.limit
-        assert self.store.use().num_blocks <= len(self.may_hold[self.layout])
+        known = self.store.known_use()
+        assert known.num_held == self.store.use().num_blocks <= len(self.may_hold[self.layout])
+        assert known.num_held <= known.num_blocks
 
     def teardown(self):
         self.store.close()

@@ -218,7 +218,7 @@ def _first_model(answer: _Answer) -> dict[str, Any]:
 
 
 def _print(check: LogCheck, now: Mapping[str, float], curve: ServedCurve | None, *, as_json: bool) -> None:
-    sizes = _kv_tokens(check)
+    sizes = {} if curve is None else _kv_tokens(check, curve.blocks_per_place)
     if as_json:
         figures = check.figures() | ({"now": dict(now)} if now else {})
         if curve is not None:
@@ -246,13 +246,17 @@ def _print(check: LogCheck, now: Mapping[str, float], curve: ServedCurve | None,
         _print_curve(console, curve, sizes)
 
 
-def _kv_tokens(check: LogCheck) -> dict[str, float]:
-    """Return the tokens of KV that are planned, and those that there are, where both are known."""
+def _kv_tokens(check: LogCheck, blocks_per_place: int) -> dict[str, float]:
+    """Return the tokens of KV that are planned, and those that there are, where both are known.
+
+    A pool's block holds ``block_size`` tokens of one cache group alone: so many blocks are needed for them.
+    """
     row = next((row for row in check.rows if row.what == "num_blocks"), None)
     if row is None:
         return {}
     size = check.settings.block_size
-    return {"planned": row.likely * size, "now": row.logged * size}
+    pools = {"planned": row.likely, "now": row.logged}
+    return {name: num_blocks // blocks_per_place * size for name, num_blocks in pools.items()}
 
 
 def _print_curve(console: Console, curve: ServedCurve, sizes: Mapping[str, float]) -> None:

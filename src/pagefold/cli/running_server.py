@@ -10,11 +10,16 @@ from typing import Any
 
 from pagefold.errors import ConfigError, InvalidRequestError
 
-__all__ = ["NO_SERVER", "RunningServer"]
+__all__ = ["NO_SERVER", "NoAnswerError", "RunningServer"]
 
-_UNAUTHORIZED, _FORBIDDEN, _NOT_FOUND, _UNAVAILABLE = 401, 403, 404, 503
+_UNAUTHORIZED, _FORBIDDEN, _NOT_FOUND = 401, 403, 404
+_BAD_GATEWAY, _UNAVAILABLE = 502, 503
 _PATIENCE_S = 600.0
 NO_SERVER = "Start one with pagefold serve, or give its --url."
+
+
+class NoAnswerError(ConfigError):
+    """Nobody answers now. Later somebody may: a server that starts anew is away for a while."""
 
 
 class RunningServer:
@@ -23,16 +28,18 @@ class RunningServer:
     Args:
         url: of it, with or without ``/v1``.
         key: that is sent along, if there is one.
+        patience_s: that it may be silent for.
 
     Raises:
         ConfigError: that is no URL.
     """
 
-    def __init__(self, url: str, key: str | None) -> None:
+    def __init__(self, url: str, key: str | None, patience_s: float = _PATIENCE_S) -> None:
         if not url.startswith(("http://", "https://")):
             msg = f"--url is {url}."
             raise ConfigError(msg, remedy="It looks like http://127.0.0.1:8000.")
         self.url = url.rstrip("/").removesuffix("/v1")
+        self._patience_s = patience_s
         self._headers = {"Content-Type": "application/json"}
         if key is not None:
             self._headers["Authorization"] = f"Bearer {key}"
@@ -47,22 +54,25 @@ class RunningServer:
 
         Raises:
             InvalidRequestError: this is refused.
-            ConfigError: everything would be: nobody is there, or it is not for us.
+            NoAnswerError: nobody is there, or a server that cannot answer now.
+            ConfigError: everything would be refused: it is not for us, or no Pagefold server.
         """
         body = None if fields is None else json.dumps(fields).encode()
         request = urllib.request.Request(f"{self.url}{path}", body, self._headers)  # noqa: S310 - checked above
         try:
-            with urllib.request.urlopen(request, timeout=_PATIENCE_S) as response:  # noqa: S310 - as above
+            with urllib.request.urlopen(request, timeout=self._patience_s) as response:  # noqa: S310 - as above
                 answer = json.load(response)
         except urllib.error.HTTPError as error:
             message = _message(error)
-            if error.code in (_UNAUTHORIZED, _FORBIDDEN, _NOT_FOUND, _UNAVAILABLE):
+            if error.code in (_BAD_GATEWAY, _UNAVAILABLE):
+                raise NoAnswerError(message) from None
+            if error.code in (_UNAUTHORIZED, _FORBIDDEN, _NOT_FOUND):
                 raise ConfigError(message) from None
             raise InvalidRequestError(message) from None
         except (OSError, http.client.HTTPException, ValueError) as error:
             reason = getattr(error, "reason", None) or error
             msg = f"No Pagefold server answers at {self.url}: {reason}."
-            raise ConfigError(msg, remedy=NO_SERVER) from None
+            raise NoAnswerError(msg, remedy=NO_SERVER) from None
         if not isinstance(answer, dict) or answer.get("object") != told:
             msg = f"What answers at {self.url} is no Pagefold server."
             raise ConfigError(msg, remedy=NO_SERVER)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from typing import TYPE_CHECKING, Annotated, Any
@@ -9,14 +10,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pagefold.cli.fail import fail
-from pagefold.cli.running_server import RunningServer
+from pagefold.cli.running_server import NoAnswerError, RunningServer
+from pagefold.cli.top_beside import Beside
 from pagefold.config import environment_admin_key
 from pagefold.errors import PagefoldError
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, RenderableType
 
 __all__ = ["top"]
+
+_DASHBOARD = ("/v1/dashboard", "dashboard")
+_LEAST_REQUESTS = 2
+_PATIENCE_S = 20.0
+"""A server that is silent for longer is away. A curve may take longer, and is asked for aside."""
 
 
 def top(
@@ -27,55 +34,54 @@ def top(
     once: Annotated[bool, typer.Option("--once", help="Show it once and leave.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print what the server answers, once.")] = False,
 ) -> None:
-    """Show what a running server's cache does: blocks, hits, evictions, requests. Ctrl-C leaves."""
+    """Show what a running server's cache does: blocks, hits, evictions, requests, other sizes. Ctrl-C leaves."""
     from rich.console import Console  # noqa: PLC0415 - only here
 
     try:
-        server = RunningServer(url, api_key or environment_admin_key())
-        told = _ask(server)
-        if as_json:
-            typer.echo(json.dumps(told, indent=2))
-            return
+        key = api_key or environment_admin_key()
+        server, beside = RunningServer(url, key, _PATIENCE_S), Beside(RunningServer(url, key))
+        told = server.ask(*_DASHBOARD)
         console = Console()
-        if once or not console.is_terminal:
+        if as_json or once or not console.is_terminal:
+            told |= beside.ask(told["more"])
+            if as_json:
+                typer.echo(json.dumps(told, indent=2))
+                return
             from pagefold.cli.top_screen import screen  # noqa: PLC0415 - imports rich
 
             console.print(screen(told, console.width, num_requests=len(told["requests"])))
             return
-        _watch(server, told, console, every)
+        with contextlib.suppress(KeyboardInterrupt):
+            _watch(server, beside, told, console, every)
     except PagefoldError as error:
         fail(error)
 
 
-def _ask(server: RunningServer) -> dict[str, Any]:
-    """Return what the server tells now, with what it tells beside where it does.
+def _watch(server: RunningServer, beside: Beside, told: dict[str, Any], console: Console, every_s: float) -> None:
+    """Show it again and again. While nobody answers, what was told last stays, and it is said that it is old.
 
     Raises:
-        ConfigError: nobody answers, or it is not for us.
-        InvalidRequestError: it refuses.
+        PagefoldError: who answers refuses, or is no Pagefold server.
     """
-    told = server.ask("/v1/dashboard", "dashboard")
-    advice = told["more"]["advice"]
-    if advice is not None:
-        told["advice"] = server.ask(advice, "list")["data"]
-    return told
-
-
-def _watch(server: RunningServer, told: dict[str, Any], console: Console, every_s: float) -> None:
     from rich.live import Live  # noqa: PLC0415 - only here
 
+    away = ""
+    with Live(console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            shown = told if away else told | beside.look(told["more"])
+            live.update(_fitting(shown, away, console), refresh=True)
+            time.sleep(every_s)
+            try:
+                told, away = server.ask(*_DASHBOARD), ""
+            except NoAnswerError as error:
+                beside.forget()
+                away = f"The server is away, and is asked again every {every_s:g} s. {error.message}"
+
+
+def _fitting(told: dict[str, Any], away: str, console: Console) -> RenderableType:
+    """Return the picture with as many requests as there is room for."""
     from pagefold.cli.top_screen import screen  # noqa: PLC0415 - imports rich
 
-    try:
-        with Live(console=console, screen=True, auto_refresh=False) as live:
-            while True:
-                live.update(screen(told, console.width, _room(console)), refresh=True)
-                time.sleep(every_s)
-                told = _ask(server)
-    except KeyboardInterrupt:
-        return
-
-
-def _room(console: Console) -> int:
-    """Return for how many requests there is room."""
-    return max(2, console.height - 24)
+    without = screen(told, console.width, 0, away)
+    room = console.height - len(console.render_lines(without, pad=False))
+    return screen(told, console.width, max(_LEAST_REQUESTS, room), away)

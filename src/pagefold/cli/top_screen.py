@@ -10,6 +10,9 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from pagefold.cli.printable import printable
+from pagefold.cli.top_curve import whatif_lines
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
@@ -30,17 +33,25 @@ _MOST_CAUSES, _MOST_PREFIXES, _MOST_ADVICE = 5, 4, 3
 _MOST_BYTES_UNIT = 1024
 
 
-def screen(told: dict[str, Any], width: int, num_requests: int) -> RenderableType:
+def screen(told: dict[str, Any], width: int, num_requests: int, away: str = "") -> RenderableType:
     """Return the picture.
 
     Args:
-        told: the server's answer; ``advice`` beside it where there is some.
+        told: the server's answer; ``advice`` and ``whatif`` beside it where they were asked for.
         width: of the terminal, in characters.
         num_requests: how many it has room for.
+        away: why the picture is old; empty where it is not.
     """
     bar = max(_LEAST_BAR, min(width - _MARGIN, _MOST_BAR))
-    parts: list[RenderableType] = [_head(told), *_tiers(told, bar), _found(told, bar), _causes(told)]
-    parts += [_evictions(told, bar), _prefixes(told), *_advice(told), _requests(told["requests"][:num_requests])]
+    parts: list[RenderableType] = [Text(printable(away), "bold red")] if away else []
+    parts += [_head(told), *_tiers(told, bar), _found(told, bar), _causes(told)]
+    parts += [
+        _evictions(told, bar),
+        _prefixes(told),
+        *whatif_lines(told, width),
+        *_advice(told),
+        _requests(told, num_requests),
+    ]
     return Group(*parts)
 
 
@@ -49,7 +60,7 @@ def _head(told: dict[str, Any]) -> RenderableType:
     waiting = engine["waiting_for_capacity"] + engine["waiting_for_tiers"]
     line = Text.assemble(
         ("pagefold ", "bold"),
-        (_shown(told["model"]), "bold"),
+        (printable(told["model"]), "bold"),
         f"   {engine['output_tokens_per_s']:,.1f} tokens/s out, {engine['prompt_tokens_per_s']:,.1f} of prompts"
         f"   {engine['running']:,} running, {waiting:,} waiting",
     )
@@ -62,17 +73,17 @@ def _tiers(told: dict[str, Any], bar: int) -> Iterator[RenderableType]:
     for tier in told["tiers"]:
         now = tier["now"]
         yield Rule(tier["name"], align="left", style="bright_black")
-        if tier["num_blocks"] is None:
-            pace = "sooner than computing" if tier["is_fast"] else "computing is sooner"
-            yield Text(
-                f"{now['read']:,} blocks read ({_bytes(now['read_bytes'])}), {now['unread']:,} in vain, "
-                f"{now['written']:,} written in ten minutes; {pace}"
-            )
-        elif tier["num_blocks"]:
+        if tier["num_blocks"]:
             shown = {name: now[name] for name in _BLOCKS if name in now}
             yield _cells(shown, tier["num_blocks"], bar)
             yield Text("  ").join(
                 Text.assemble((_BLOCKS[name][0], _BLOCKS[name][1]), f" {num:,} {name}") for name, num in shown.items()
+            )
+        if tier["is_fast"] is not None:
+            pace = "sooner than computing" if tier["is_fast"] else "computing is sooner"
+            yield Text(
+                f"{now['read']:,} blocks read ({_bytes(now['read_bytes'])}), {now['unread']:,} in vain, "
+                f"{now['written']:,} written in ten minutes; {pace}"
             )
 
 
@@ -137,14 +148,18 @@ def _prefixes(told: dict[str, Any]) -> RenderableType:
 
 
 def _advice(told: dict[str, Any]) -> Iterator[RenderableType]:
-    advice = told.get("advice", ())[:_MOST_ADVICE]
+    advice = (told.get("advice") or {"data": ()})["data"][:_MOST_ADVICE]
     if advice:
         yield Rule("advice", align="left", style="bright_black")
     for one in advice:
-        yield Text(f"{_shown(one['told'])} {_shown(one['remedy'] or '')}")
+        yield Text(f"{printable(one['told'])} {printable(one['remedy'] or '')}")
 
 
-def _requests(requests: Sequence[dict[str, Any]]) -> RenderableType:
+def _requests(told: dict[str, Any], most: int) -> RenderableType:
+    head = Rule("last requests", align="left", style="bright_black")
+    if not told["explains"]:
+        return Group(head, Text("This server remembers none: it was started with --no-enable-explain."))
+    requests = told["requests"][:most]
     table = Table(box=None, expand=False, pad_edge=False, header_style="bright_black")
     table.add_column("request", overflow="ellipsis", no_wrap=True, max_width=24)
     table.add_column("where its time went", no_wrap=True)
@@ -157,7 +172,7 @@ def _requests(requests: Sequence[dict[str, Any]]) -> RenderableType:
     for one in requests:
         found = one["device_tokens"] + one["tier_tokens"]
         table.add_row(
-            _shown(one["id"]),
+            printable(one["id"]),
             _time_bar(one, longest),
             f"{_total(one):,.2f} s",
             f"{found:,}",
@@ -166,7 +181,7 @@ def _requests(requests: Sequence[dict[str, Any]]) -> RenderableType:
             "" if one["cause"] is None else f"{one['cause']} ({one['cause_tokens']:,})",
         )
     legend = Text("  ").join(Text.assemble(("█", style), f" {name}") for name, style in _PARTS.values())
-    return Group(Rule("last requests", align="left", style="bright_black"), legend, table)
+    return Group(head, legend, table)
 
 
 def _total(request: dict[str, Any]) -> float:
@@ -200,8 +215,3 @@ def _bytes(num: float) -> str:
             return f"{num:,.3g} {unit}"
         num /= _MOST_BYTES_UNIT
     return f"{num:,.1f} GiB"
-
-
-def _shown(text: str) -> str:
-    """Return a text without what would move a cursor."""
-    return text if text.isprintable() else ascii(text)[1:-1]

@@ -32,12 +32,13 @@ from pagefold.steps import DamagedBlocksError
 from pagefold.structured.params import FIELD
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from pagefold.engine.drafting import Drafting
     from pagefold.engine.foresight import Foreseen
     from pagefold.engine.limits import ModelLimits
     from pagefold.engine.outputs import OutputDelta
+    from pagefold.kv.transfers import TierUse
     from pagefold.memory.capacity import Capacity
     from pagefold.sampling import SamplingParams
     from pagefold.scheduler import Scheduler, Tiering
@@ -124,6 +125,10 @@ class Engine:
         if tiering.is_on:
             sizes.append(CacheSize("expected_conversations", tiering.expected_bytes, MAX_EXPECTED_BYTES))
         return sizes + self.drafting.cache_sizes()
+
+    def tier_uses(self) -> Mapping[str, TierUse]:
+        """Return what slow tiers have, by name, of those that know it at once. Plain reads, so any thread may ask."""
+        return self.tiering.uses()
 
     def decide_in_order(self) -> None:
         """From now on plan each step when the last one's tokens are known: so a recording can be replayed.

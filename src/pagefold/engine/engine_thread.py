@@ -98,7 +98,12 @@ class EngineThread:
     def status(self) -> EngineStatus:
         """See :class:`~pagefold.engine.client.EngineClient`."""
         is_healthy = self._failure is None and self._thread.is_alive()
-        return EngineStatus.of(self._engine.scheduler, is_healthy=is_healthy, caches=self._engine.cache_sizes())
+        return EngineStatus.of(
+            self._engine.scheduler,
+            is_healthy=is_healthy,
+            caches=self._engine.cache_sizes(),
+            tier_uses=self._engine.tier_uses(),
+        )
 
     @property
     def has_failed(self) -> bool:

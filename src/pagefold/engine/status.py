@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from pagefold.kv.transfers import TierUse
     from pagefold.memory.cache_size import CacheSize
     from pagefold.scheduler import Scheduler
 
@@ -32,6 +34,7 @@ class EngineStatus:
         num_idle_pinned_blocks: how many of the cached ones pins keep.
         num_host_blocks, num_held_host_blocks: of the host's memory: all, and those that are found there.
         caches: what else is kept, each with its bound.
+        tier_uses: of each slow tier that knows it what it has.
     """
 
     num_running: int = 0
@@ -51,6 +54,7 @@ class EngineStatus:
     num_host_blocks: int = 0
     num_held_host_blocks: int = 0
     caches: tuple[CacheSize, ...] = ()
+    tier_uses: Mapping[str, TierUse] = field(default_factory=dict)
 
     @property
     def num_for_capacity(self) -> int:
@@ -58,7 +62,14 @@ class EngineStatus:
         return self.num_waiting - self.num_deferred
 
     @classmethod
-    def of(cls, scheduler: Scheduler, *, is_healthy: bool = True, caches: Sequence[CacheSize] = ()) -> EngineStatus:
+    def of(
+        cls,
+        scheduler: Scheduler,
+        *,
+        is_healthy: bool = True,
+        caches: Sequence[CacheSize] = (),
+        tier_uses: Mapping[str, TierUse] = MappingProxyType({}),
+    ) -> EngineStatus:
         """Look at ``scheduler`` and its core. Plain reads, so any thread may."""
         core = scheduler.core
         slow = core.slow
@@ -82,4 +93,5 @@ class EngineStatus:
             num_unsaved_blocks=len(slow.host.blocks.unsaved),
             tiers_fast={tier: slow.arbiter.is_fast(tier) for tier in tuple(slow.arbiter.links)},
             is_healthy=is_healthy,
+            tier_uses=tier_uses,
         )

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pagefold.kv.names import BlockName
     from pagefold.kv.ops import FetchOp, WriteOp
 
-__all__ = ["Fetched", "Found", "MissCause", "Outcome", "StoreError", "Transfers", "Written"]
+__all__ = ["Fetched", "Found", "MissCause", "Outcome", "StoreError", "TierUse", "Transfers", "Written"]
 
 
 class StoreError(Exception):
@@ -87,6 +87,18 @@ class Written(NamedTuple):
 Outcome = Fetched | Found | Written
 
 
+class TierUse(NamedTuple):
+    """What a slow tier has of this model and layout now.
+
+    Attributes:
+        num_held: blocks.
+        num_blocks: as many as there can be at most.
+    """
+
+    num_held: int
+    num_blocks: int
+
+
 class Transfers(Protocol):
     """Moves blocks between the host arena and slow tiers, and says what became of them. Nothing here decides.
 
@@ -101,6 +113,9 @@ class Transfers(Protocol):
     @property
     def tiers(self) -> Sequence[str]:
         """The names of the slow tiers, faster ones first."""
+
+    def uses(self) -> Mapping[str, TierUse]:
+        """Return what tiers have, by name: those that know without asking anybody. Plain reads, so any thread may."""
 
     def count(self, tier: str, names: Sequence[BlockName]) -> int:
         """Return how many of ``names``, from the first on, a tier that answers at once has."""

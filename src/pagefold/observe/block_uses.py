@@ -47,6 +47,7 @@ class Sizes(NamedTuple):
         bytes_per_block: of it; 0 where nobody said.
         policy: what chooses who is evicted from the device.
         publishes: whether anything is ever cached.
+        blocks_per_place: blocks of the pool that each of these is.
     """
 
     num_blocks: int = 0
@@ -56,6 +57,7 @@ class Sizes(NamedTuple):
     bytes_per_block: int = 0
     policy: str = ""
     publishes: bool = False
+    blocks_per_place: int = 1
 
 
 class Told(NamedTuple):
@@ -78,14 +80,14 @@ class _Open(NamedTuple):
     Attributes:
         tenant: whose.
         num_prompt_blocks: full ones.
-        keys: of its paths that are in anybody's sample; they grow.
-        num_sampled: how many of those are of the prompt.
+        prompt: keys of their paths that are in anybody's sample.
+        answers: the same of what is behind the prompt, by the answer's name; they grow.
     """
 
     tenant: str
     num_prompt_blocks: int
-    keys: array[int]
-    num_sampled: int
+    prompt: array[int]
+    answers: dict[str, array[int]]
 
 
 class BlockUses:
@@ -115,6 +117,7 @@ class BlockUses:
             event.bytes_per_block * each,
             event.eviction_policy,
             event.publishes,
+            each,
         )
         with self._lock:
             self._all = self._log(_MOST_KEYS)
@@ -138,18 +141,19 @@ class BlockUses:
         """
         self._contained(lambda: self._look_up(number, tenant, keys, num_tokens))
 
-    def publish(self, number: int, depth: int, keys: Sequence[int]) -> None:
+    def publish(self, number: int, answer: str, depth: int, keys: Sequence[int]) -> None:
         """Note that a request has published blocks: those of its answer are used from now on.
 
         Args:
             number: of it.
+            answer: names which of its answers goes on so, where it asked for several: each has a path of its own.
             depth: of the first of them; the first block of a prompt has 0.
             keys: of their paths.
         """
-        self._contained(lambda: self._publish(number, depth, keys))
+        self._contained(lambda: self._publish(number, answer, depth, keys))
 
     def end(self, number: int) -> None:
-        """Note that a request has ended: its path has been used until now."""
+        """Note that a request has ended: the paths of its answers have been used until now."""
         self._contained(lambda: self._end(number))
 
     # What is asked, on any other thread.
@@ -197,26 +201,28 @@ class BlockUses:
         sampled = array("Q", [key for key in keys if key < bound])
         for log in (self._all, own):
             log.look_up(sampled, len(keys), num_tokens, now_s)
-        self._open[number] = _Open(tenant, len(keys), sampled, len(sampled))
+        self._open[number] = _Open(tenant, len(keys), sampled, {})
 
-    def _publish(self, number: int, depth: int, keys: Sequence[int]) -> None:
+    def _publish(self, number: int, answer: str, depth: int, keys: Sequence[int]) -> None:
         opened = self._open.get(number)
         if opened is None:
             return
         own = self._of.get(opened.tenant)
         bound = self._all.bound if own is None else max(self._all.bound, own.bound)
-        known = set(opened.keys)  # another sample's, or those that were published again
+        path = opened.answers.setdefault(answer, array("Q"))
+        known = {*opened.prompt, *path}  # those that were published again
         new = keys[max(0, opened.num_prompt_blocks - depth) :]
-        opened.keys.extend(key for key in new if key < bound and key not in known)
+        path.extend(key for key in new if key < bound and key not in known)
 
     def _end(self, number: int) -> None:
         opened = self._open.pop(number, None)
-        if opened is None or len(opened.keys) == opened.num_sampled:
+        if opened is None:
             return
         now_s = self._clock()
-        for log in (self._all, self._of.get(opened.tenant)):
-            if log is not None:
-                log.use_again(opened.keys, now_s)
+        for path in filter(None, opened.answers.values()):
+            for log in (self._all, self._of.get(opened.tenant)):
+                if log is not None:
+                    log.use_again(opened.prompt + path, now_s)
 
     def _log(self, most_keys: int) -> UseLog:
         """Return an empty log that will reach far enough back."""

@@ -416,7 +416,7 @@ class Ledger(Subscriber):
             paths.put(paths.enter(key), State.CACHED, now_s)
         record = self._records.named(event.owner)
         if record is not None and keys:
-            self.uses.publish(record.number, event.nodes[0].depth, keys)
+            self.uses.publish(record.number, event.owner, event.nodes[0].depth, keys)
 
     def _on_block_evicted(self, event: BlockEvicted) -> None:
         if event.node is None or event.cause != "allocation":

@@ -278,7 +278,11 @@ class Overview(Subscriber):
         num_held = status.num_blocks - status.num_free_blocks - status.num_cached_blocks
         num_pinned = status.num_idle_pinned_blocks
         use = BlockUse(
-            max(0, num_held), num_pinned, max(0, status.num_cached_blocks - num_pinned), status.num_held_host_blocks
+            max(0, num_held),
+            num_pinned,
+            max(0, status.num_cached_blocks - num_pinned),
+            status.num_held_host_blocks,
+            {tier: one.num_held for tier, one in status.tier_uses.items()},
         )
         self._timeline.sample(use)
 

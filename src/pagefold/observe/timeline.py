@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
 __all__ = ["NUM_PIECES", "PIECE_S", "BlockUse", "Timeline"]
 
@@ -21,19 +22,21 @@ _NUM_RECENT = 2
 
 
 class BlockUse(NamedTuple):
-    """Who has the blocks of the device and the host at a moment.
+    """Who has the blocks of the device and the tiers behind it at a moment.
 
     Attributes:
         num_held: of the device, that requests hold.
         num_pinned: that no request holds and a pin keeps.
         num_cached: that neither has, and a later request can use.
         num_host: of the host's memory, that are found there.
+        num_slow: of each slow tier that knows it, that are found there.
     """
 
     num_held: int
     num_pinned: int
     num_cached: int
     num_host: int
+    num_slow: Mapping[str, int] = MappingProxyType({})
 
 
 @dataclass(slots=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pagefold.events import (
@@ -37,6 +38,9 @@ _MOST_EVENTS = 64
 
 _MOST_WAITING = 4096
 """Requests that have ended and whose HTTP request has not; those that ended first are given up."""
+
+_MOST_EARLY = 256
+"""Ends of HTTP requests whose requests have not come yet. Some never come; others do within a step."""
 
 
 class SpanSink(Protocol):
@@ -75,28 +79,43 @@ class Traces(Subscriber):
         self._clock = clock
         self._live: dict[str, RequestTrace] = {}  # by the ids of all samples
         self._waiting: OrderedDict[str, RequestTrace] = OrderedDict()  # those that have ended
+        self._writer = ThreadPoolExecutor(1, "pagefold-spans")  # its thread starts when it is needed
+        self._is_closed = False
+        self._num_handed = 0  # to it, that are not written yet
+        self._early: OrderedDict[str, HttpEnd] = OrderedDict()  # of requests that have not come, by their ids
 
     def end_http(self, request_ids: Sequence[str], end: HttpEnd) -> None:
-        """An HTTP request has ended that had these requests: write those that have ended too, and the others then."""
+        """An HTTP request has ended that had these requests: write those that have ended too, and the others then.
+
+        A client may be gone before the engine's thread has told that the request has come.
+        """
         with self._lock:
-            ended = [self._waiting.pop(request_id, None) for request_id in request_ids]
+            popped = [self._waiting.pop(request_id, None) for request_id in request_ids]
+            ended = [trace for trace in popped if trace is not None]
+            known = {sample_id for trace in ended for sample_id in trace.sample_ids}
             for request_id in request_ids:
                 live = self._live.get(request_id)
                 if live is not None:
                     live.http = end
+                elif request_id not in known:
+                    self._early[request_id] = end
+            while len(self._early) > _MOST_EARLY:
+                self._early.popitem(last=False)
         for trace in ended:
-            if trace is not None:
-                trace.http = end
-                self._write(trace)
+            trace.http = end
+            self._write(trace)
 
     def close(self) -> None:
-        """Deliver what was written."""
+        """Deliver what was written. What ends later has no trace."""
+        with self._lock:
+            self._is_closed = True
+        self._writer.shutdown()
         self._sink.close()
 
     def __len__(self) -> int:
         """How many requests are noted that are not written yet."""
         with self._lock:
-            return len({id(trace) for trace in self._live.values()}) + len(self._waiting)
+            return len({id(trace) for trace in self._live.values()}) + len(self._waiting) + self._num_handed
 
     def _write(self, trace: RequestTrace) -> None:
         try:
@@ -104,6 +123,11 @@ class Traces(Subscriber):
         except Exception:  # noqa: BLE001 - as above
             self.has_failed = True
             _log.exception("traces have failed: later requests have none", extra={"request_id": trace.request_id})
+
+    def _write_handed(self, trace: RequestTrace) -> None:
+        self._write(trace)
+        with self._lock:
+            self._num_handed -= 1
 
     def _tell(self, trace: RequestTrace, name: str, **attributes: TraceValue) -> None:
         if len(trace.events) < _MOST_EVENTS:
@@ -119,6 +143,7 @@ class Traces(Subscriber):
         trace = RequestTrace(event.sample_ids, event.num_prompt_tokens, event.arrival_s)
         for request_id in event.sample_ids:
             self._live[request_id] = trace
+            trace.http = self._early.pop(request_id, trace.http)
 
     def _on_prefix_lookup(self, event: PrefixLookup) -> None:
         trace = self._live.get(event.request_id)
@@ -183,8 +208,11 @@ class Traces(Subscriber):
     def _end(self, trace: RequestTrace) -> None:
         """All samples of a request have ended."""
         self._forget(trace)
-        if trace.http is not None:
-            self._write(trace)
+        if self._is_closed:
+            return
+        if trace.http is not None:  # making spans takes a third of a millisecond, which the engine's thread has not
+            self._num_handed += 1
+            self._writer.submit(self._write_handed, trace)
             return
         self._waiting[trace.request_id] = trace
         while len(self._waiting) > _MOST_WAITING:

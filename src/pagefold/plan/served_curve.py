@@ -37,11 +37,14 @@ class ServedCurve:
     Attributes:
         points: by size.
         since_s: of so many seconds.
+        blocks_per_place: blocks of the server's pool that a block of tokens takes: one of each cache group that keeps
+            all.
         is_of_all: whether it is of all requests; else of those of one tenant, with the cache for themselves.
     """
 
     points: tuple[CurvePoint, ...]
     since_s: float
+    blocks_per_place: int
     is_of_all: bool
 
     def at(self, num_tokens: float) -> float:
@@ -68,6 +71,7 @@ class _Of(BaseModel):
 
 class _Answer(BaseModel):
     block_size: int = Field(gt=0)
+    blocks_per_place: int = Field(default=1, gt=0)
     since_s: float
     policies: list[_Of]
     tenants: list[_Of]
@@ -92,4 +96,4 @@ def read_curve(answer: Mapping[str, Any], url: str) -> ServedCurve:
         msg = f"What {url} tells is no curve."
         raise ConfigError(msg, remedy="Name the server of a Pagefold of this version.")
     points = sorted(CurvePoint(point.num_blocks * read.block_size, point.hit_ratio) for point in told[0].points)
-    return ServedCurve(tuple(points), read.since_s, is_of_all=bool(read.policies))
+    return ServedCurve(tuple(points), read.since_s, read.blocks_per_place, is_of_all=bool(read.policies))

@@ -25,12 +25,12 @@ from pagefold.scheduler.returning import Returning
 from pagefold.steps import DamagedBlocksError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from pagefold.events import TierMissCause
     from pagefold.kv import HostOps, SlowTiers
     from pagefold.kv.missing import Missing
-    from pagefold.kv.transfers import Transfers
+    from pagefold.kv.transfers import TierUse, Transfers
     from pagefold.request import Request
     from pagefold.scheduler.scheduler import Scheduler
 
@@ -142,6 +142,10 @@ class Tiering:
     def expected_bytes(self) -> int:
         """What is remembered of conversations that are expected to go on: at most ``MAX_EXPECTED_BYTES``."""
         return self._returning.num_bytes
+
+    def uses(self) -> Mapping[str, TierUse]:
+        """Return what slow tiers have, by name, of those that know it at once. Plain reads, so any thread may."""
+        return self._transfer.uses()
 
     def next_due_s(self) -> float:
         """Return when :meth:`poll` has something to do though nothing has come; inf for never."""
@@ -299,6 +303,10 @@ class _NoTiering(Tiering):
     def expected_bytes(self) -> int:
         """Nothing is remembered."""
         return 0
+
+    def uses(self) -> Mapping[str, TierUse]:
+        """No tier has anything."""
+        return {}
 
     def next_due_s(self) -> float:
         """Nothing is ever due."""

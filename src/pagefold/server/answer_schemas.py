@@ -456,7 +456,8 @@ class _PolicyCurve(BaseModel):
 class _TierShare(BaseModel):
     tier: Literal["device", "host", "disk"]
     num_blocks: int
-    hit_ratio_up_to_it: float
+    hit_ratio_at_least: float
+    hit_ratio_up_to_it: float = Field(description="At most: if no two tiers have the same blocks.")
 
 
 class _TenantCurve(BaseModel):
@@ -470,6 +471,7 @@ class WhatIf(BaseModel):
     object: Literal["cache.whatif"]
     block_size: int
     num_blocks: int
+    blocks_per_place: int = Field(description="Blocks of the pool that each block told of here stands for.")
     num_accesses: int
     num_tokens: int
     sampled_share: float

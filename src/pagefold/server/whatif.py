@@ -113,6 +113,7 @@ class _WhatIf:
             "object": "cache.whatif",
             "block_size": sizes.block_size,
             "num_blocks": sizes.num_blocks,
+            "blocks_per_place": sizes.blocks_per_place,
             "num_accesses": asked.num_blocks,
             "num_tokens": asked.num_tokens,
             "sampled_share": told.uses.rate,
@@ -188,15 +189,21 @@ def _point(num_blocks: int, ratio: float, sizes: Sizes) -> dict[str, Any]:
 
 
 def _tiers(curve: HitCurve, sizes: Sizes) -> list[dict[str, Any]]:
-    """Return what would be found as far as each tier, the device first."""
+    """Return what would be found as far as each tier, the device first: at least, and at most.
+
+    The host's memory holds what was evicted from the device, and keeps it when it comes back; a disk holds what the
+    host's memory has written. So tiers may have the same blocks: as many different ones as the largest has are there at
+    least, and as many as all have together at most.
+    """
     tiers: list[dict[str, Any]] = []
-    num_blocks = 0
+    num_blocks = num_largest = 0
     counts = {"device": sizes.num_blocks, "host": sizes.num_host_blocks, "disk": sizes.num_disk_blocks}
     for tier, count in counts.items():
         num_blocks += count
+        num_largest = max(num_largest, count)
         if count:
-            ratio = round(curve.at(num_blocks * sizes.block_size), 4)
-            tiers.append({"tier": tier, "num_blocks": count, "hit_ratio_up_to_it": ratio})
+            least, most = (round(curve.at(num * sizes.block_size), 4) for num in (num_largest, num_blocks))
+            tiers.append({"tier": tier, "num_blocks": count, "hit_ratio_at_least": least, "hit_ratio_up_to_it": most})
     return tiers
 
 

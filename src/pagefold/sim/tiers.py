@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from pagefold.errors import ConfigError
 from pagefold.kv import KEEP_ALL, NO_HOST, NO_SLOW_TIERS, Arbiter, HostTier, LinkModel, SlowTiers
-from pagefold.kv.transfers import Fetched, Found, MissCause, Written
+from pagefold.kv.transfers import Fetched, Found, MissCause, TierUse, Written
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -163,6 +163,10 @@ class SimTransfers:
     def next_due_s(self) -> float:
         """When something will have happened; inf for never."""
         return self._due[0][0] if self._due else float("inf")
+
+    def uses(self) -> dict[str, TierUse]:
+        """Return what the disk has."""
+        return {DISK: TierUse(len(self._kept), self._most)}
 
     def count(self, tier: str, names: Sequence[BlockName]) -> int:
         """Return how many of ``names`` are kept, from the first on."""

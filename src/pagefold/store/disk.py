@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from pagefold.errors import ConfigError
 from pagefold.files.private import make_private_folder
-from pagefold.kv.transfers import MissCause, StoreError
+from pagefold.kv.transfers import MissCause, StoreError, TierUse
 from pagefold.store.disk_budget import checked_budget
 from pagefold.store.disk_entries import Entries
 from pagefold.store.disk_folder import (
@@ -329,6 +329,10 @@ class DiskStore:
         """Return what it holds."""
         with self._busy():
             return StoreUse(len(self._entries), folder_bytes(self.path), self.limit_bytes)
+
+    def known_use(self) -> TierUse:
+        """Return how many frames of this layout can be found; without the mutex, which writes hold for long."""
+        return TierUse(len(self._entries), self._places.num_allowed)
 
     def close(self) -> None:
         """Finish what was begun and let go of all resources. Again does nothing."""

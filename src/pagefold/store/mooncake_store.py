@@ -168,6 +168,9 @@ class MooncakeStore:
         self._ask("exist", [b""])
         return StoreUse(-1, -1, 0)
 
+    def known_use(self) -> None:
+        """Return nothing: its master would have to be asked."""
+
     def self_test(self) -> SelfTest:
         """Try it out."""
         tested = run_self_test(self, self._form, str(self.address))

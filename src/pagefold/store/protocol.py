@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pagefold.kv import BlockName
-    from pagefold.kv.transfers import MissCause
+    from pagefold.kv.transfers import MissCause, TierUse
 
 __all__ = ["BlockStore", "Get", "Put", "SelfTest", "StoreUse"]
 
@@ -118,6 +118,9 @@ class BlockStore(Protocol):
 
     def use(self) -> StoreUse:
         """Return what it holds."""
+
+    def known_use(self) -> TierUse | None:
+        """Return what it holds, if it knows without asking anybody or waiting; else None. It never raises."""
 
     def close(self) -> None:
         """Finish what was begun and let go of all resources. Again does nothing."""

@@ -142,6 +142,9 @@ class RedisStore:
         facts = self._memory()
         return StoreUse(-1, _number(facts, "used_memory", -1), _number(facts, "maxmemory", 0))
 
+    def known_use(self) -> None:
+        """Return nothing: it would have to be asked."""
+
     def self_test(self) -> SelfTest:
         """Try it out; warn of a server that will refuse blocks when it is full."""
         tested = run_self_test(self, self._form, str(self.address))

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pagefold.kv import BlockName, Fetch, FetchOp, WriteOp
+    from pagefold.kv.transfers import TierUse
     from pagefold.store.arena import HostArena
     from pagefold.store.protocol import BlockStore
 
@@ -77,6 +78,11 @@ class TransferThreads:
     def tiers(self) -> list[str]:
         """The names of the slow tiers, faster ones first."""
         return [store.tier for store in self.stores]
+
+    def uses(self) -> dict[str, TierUse]:
+        """Return what tiers have that know it at once."""
+        uses = {store.tier: store.known_use() for store in self.stores}
+        return {tier: use for tier, use in uses.items() if use is not None}
 
     def count(self, tier: str, names: Sequence[BlockName]) -> int:
         """Return how many of ``names``, from the first on, a tier that answers at once has."""

@@ -50,9 +50,8 @@ const panels = (() => {
       const box = tierBox(tier);
       const name = TIERS[tier.name] ?? tier.name;
       const said = box.querySelector("h3 span");
-      if (tier.num_blocks === null) slowTier(told, tier, box, name, said);
-      else if (tier.num_blocks) {
-        const shown = Object.keys(tier.series);
+      if (tier.num_blocks) {
+        const shown = Object.keys(tier.series).filter((what) => BLOCKS[what]);
         const tokens = tier.num_blocks * told.block_size;
         said.textContent = `${num(tier.num_blocks)} blocks, ${num(tokens)} tokens`;
         const rows = tier.name === "device" ? 16 : 8;
@@ -65,17 +64,20 @@ const panels = (() => {
           rest: { label: "free", colour: "free", now: tier.now.free }, summary: `Now ${words}, ${num(tier.now.free)} free.`,
         });
       }
+      if (tier.is_fast !== null) moved(told, tier, box, name, said);
     }
   }
 
-  function slowTier(told, tier, box, name, said) {
+  /** Of a slow tier: what came from there and went there. What it has is above it, where it knows. */
+  function moved(told, tier, box, name, said) {
     const pace = tier.is_fast ? "sooner than computing" : "computing is sooner";
-    said.textContent = `${bytes(tier.now.read_bytes)} read in ten minutes; ${pace}`;
+    const has = tier.num_blocks ? `${num(tier.num_blocks)} blocks, ${num(tier.num_blocks * told.block_size)} tokens; ` : "";
+    said.textContent = `${has}${bytes(tier.now.read_bytes)} read in ten minutes; ${pace}`;
     const series = [
       { label: "read", colour: "found", now: tier.now.read, counts: tier.series.read },
       { label: "written", colour: "waits", now: tier.now.written, counts: tier.series.written },
     ];
-    chart(tier.name, box, { label: `${name}: blocks moved over ten minutes`, kind: "columns" }).show({
+    chart(`${tier.name}-moved`, box, { label: `${name}: blocks moved over ten minutes`, kind: "columns" }).show({
       series, pieceS: told.piece_s, unit: "blocks",
       summary: `${num(tier.now.read)} read, ${num(tier.now.unread)} asked for in vain, ${num(tier.now.written)} written.`,
     });
@@ -122,6 +124,7 @@ const panels = (() => {
   function requests(told, ask) {
     const rows = told.requests;
     $("no-requests").hidden = rows.length > 0;
+    $("no-requests").textContent = told.explains ? "None has ended yet." : "This server remembers none: it was started with --no-enable-explain.";
     const total = (one) => PARTS.reduce((all, [part]) => all + one[part], 0);
     const longest = Math.max(1e-9, ...rows.map(total));
     if (!$("parts").children.length) {

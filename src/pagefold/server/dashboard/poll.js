@@ -95,8 +95,13 @@
 
   $("key-form").addEventListener("submit", (event) => {
     event.preventDefault();
-    key = $("key").value.trim();
+    const given = $("key").value.trim();
     $("key").value = "";
+    if (!/^[!-~]+$/.test(given)) { // no server has such a key, and no header takes some of them
+      askForKey("That is no key: keys are letters, digits and signs of ASCII, without spaces.");
+      return;
+    }
+    key = given;
     keep("sessionStorage", KEY, key);
     again();
   });

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Response
 
-from pagefold.errors import EngineStoppedError
 from pagefold.server.dashboard.page import dashboard_page
 from pagefold.server.dashboard.schemas import Dashboard
 from pagefold.server.dashboard.told import told
@@ -37,11 +36,10 @@ def dashboard_routes(model_name: str, config: ServerConfig, overview: Overview) 
     async def data() -> dict[str, Any]:
         """Tell what the last ten minutes did to the cache: what the dashboard draws, and ``pagefold top``."""
         seen = overview.see()
-        if seen is None:
-            msg = "Nobody has started an engine yet."
-            raise EngineStoppedError(msg, remedy="Try again when /ready answers 200.")
+        assert seen is not None, "the app has it watch the engine"
         has_more = overview.explains and bool(seen.requests)
-        return told(seen, model_name) | {"more": _more(locks) if has_more else dict.fromkeys(_MORE)}
+        more = _more(locks) if has_more else dict.fromkeys(_MORE)
+        return told(seen, model_name) | {"explains": overview.explains, "more": more}
 
     return router
 

@@ -91,6 +91,7 @@ class Dashboard(BaseModel):
     output_tokens: list[int]
     misses: list[_Cause]
     evictions: list[_Eviction]
+    explains: bool = Field(description="Whether requests are remembered; without, there are none here.")
     requests: list[_Request]
     prefixes: list[_Prefix]
     more: dict[str, str | None] = Field(description="Where to ask for what a dashboard shows beside.")

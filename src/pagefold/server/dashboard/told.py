@@ -11,6 +11,7 @@ from pagefold.observe.timeline import NUM_PIECES, PIECE_S
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from pagefold.kv.transfers import TierUse
     from pagefold.observe.hot_prefixes import HotPrefix
     from pagefold.observe.overview import EndedRequest, Seen
 
@@ -108,19 +109,24 @@ def _host(seen: Seen) -> list[dict[str, Any]]:
 
 
 def _slow(seen: Seen) -> list[dict[str, Any]]:
-    """Return the slow tiers, by what came from them. What was written went to all of them that take it."""
-    series = seen.series
+    """Return the slow tiers, by what came from them. What was written went to all of them that take it.
+
+    Those that know it tell too what they have.
+    """
+    series, known = seen.series, seen.status.tier_uses
     return [
         {
             "name": tier,
-            "num_blocks": None,
-            "now": {
+            "num_blocks": known[tier].num_blocks if tier in known else None,
+            "now": _room(known.get(tier))
+            | {
                 "read": _sum(series["read"].get(tier, ())),
                 "read_bytes": _sum(series["read_bytes"].get(tier, ())),
                 "unread": _sum(series["unread"].get(tier, ())),
                 "written": _sum(series["written"].get("kept", ())),
             },
-            "series": {
+            "series": _held(tier, seen)
+            | {
                 "read": series["read"].get(tier, _ZEROS),
                 "written": series["written"].get("kept", _ZEROS),
             },
@@ -128,6 +134,18 @@ def _slow(seen: Seen) -> list[dict[str, Any]]:
         }
         for tier, is_fast in seen.status.tiers_fast.items()
     ]
+
+
+def _room(use: TierUse | None) -> dict[str, int]:
+    """Return how many blocks a slow tier has, and has room for; nothing where it does not know."""
+    return {} if use is None else {"cached": use.num_held, "free": max(0, use.num_blocks - use.num_held)}
+
+
+def _held(tier: str, seen: Seen) -> dict[str, list[int | None]]:
+    """Return how many blocks a slow tier had, over time; nothing where it does not know."""
+    if tier not in seen.status.tier_uses:
+        return {}
+    return {"cached": [None if use is None else use.num_slow.get(tier) for use in seen.uses]}
 
 
 def _misses(by_cause: Mapping[str, Sequence[float]]) -> list[dict[str, Any]]:
