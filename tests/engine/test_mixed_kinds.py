@@ -25,7 +25,7 @@ from equivalence.tiny_models import VOCAB_SIZE, save_tiny_model
 from pagefold.config import EngineConfig
 from pagefold.engine.build import build_engine
 from pagefold.engine.planning import plan_engine
-from pagefold.errors import PinQuotaError
+from pagefold.errors import InvalidRequestError, PinQuotaError
 from pagefold.events import ChunksPacked, RequestPreempted
 from pagefold.kv import audit
 from pagefold.masks.calibration import scorer_path
@@ -264,6 +264,30 @@ def test_pins_of_each_kind_are_of_that_kind_and_are_given_up_for_either(calibrat
     house.finish()
     hold(house, expected)
     assert {gone.cause for gone in core.pins.dropped} == {"memory"}
+
+
+@pytest.mark.parametrize("num_blocks", [700, pytest.param(200, marks=pytest.mark.long)])
+def test_beams_that_keep_all_find_what_they_find_without_shares(calibrated, expected, num_blocks):
+    """Beside requests of both kinds on the same prompts, whose chunks are packed in the same steps."""
+    beams = SamplingParams(use_beam_search=True, n=3, temperature=0.0, max_tokens=NUM_OUTPUTS, ignore_eos=True)
+    searches = [Ask(at, replace(beams, logprobs=2, length_penalty=at), is_kept=False) for at in (0, 1, 3)]
+    found = []
+    for shares, others in (((), []), (calibrated.kv_keep, ASKS)):
+        house = House(replace(calibrated, kv_keep=shares, kv_cache_memory_bytes=num_blocks * BLOCK_BYTES))
+        for ask in others:
+            house.add(ask)
+        for search in searches:
+            house.add(search, f"search {search.prompt}")
+        house.finish()
+        hold(house, expected, others)
+        found.append([house.told(search, f"search {search.prompt}") for search in searches])
+    assert found[0] == found[1]
+    assert house.seen["packed"]
+    for caller in (Caller(kv_keep=SHARE), Caller(kv_quality=f"keep {SHARE}")):
+        with pytest.raises(InvalidRequestError, match="a share of 0.5 is kept") as caught:
+            house.engine.check(BASE, beams, caller)
+        assert "kv_quality 'exact' (kv_keep 1.0)" in caught.value.remedy
+        assert caught.value.param == "use_beam_search"
 
 
 class _Interrupted(BaseException):
