@@ -67,7 +67,7 @@ class LLM:
         self._metrics = None if disable_log_stats else _metrics(self.config.model)
         self.engine = build_engine(plan_engine(self.config), emit=self._metrics.emit if self._metrics else ignore)
         if self._metrics is not None:
-            self._metrics.watch(lambda: EngineStatus.of(self.engine.scheduler, caches=self.engine.cache_sizes()))
+            self._metrics.watch(self._status)
         self._num_requests = 0
         self._busy = threading.Lock()
 
@@ -157,6 +157,10 @@ class LLM:
             msg = "This LLM counts nothing."
             raise ConfigError(msg, remedy="Make it with disable_log_stats=False.")
         return self._metrics.read()
+
+    def _status(self) -> EngineStatus:
+        engine = self.engine
+        return EngineStatus.of(engine.scheduler, caches=engine.cache_sizes(), kinds=engine.limits.kinds)
 
     def _run(
         self, by_id: dict[str, RequestOutput], raise_if_interrupted: Callable[[], None], *, use_tqdm: bool

@@ -25,9 +25,10 @@ from equivalence.tiny_models import VOCAB_SIZE, save_tiny_model
 from pagefold.config import EngineConfig
 from pagefold.engine.build import build_engine
 from pagefold.engine.planning import plan_engine
+from pagefold.engine.status import EngineStatus
 from pagefold.errors import InvalidRequestError, PinQuotaError
 from pagefold.events import ChunksPacked, RequestPreempted
-from pagefold.kv import audit
+from pagefold.kv import NO_MASK, audit
 from pagefold.masks.calibration import scorer_path
 from pagefold.masks.rule import CHUNK
 from pagefold.request import Caller, WarmUp
@@ -116,6 +117,7 @@ class House:
             self.step()
         pool = self.core.pool
         assert pool.num_cached + len(pool.free_ids) == pool.num_blocks
+        assert pool.num_packed[NO_MASK] == 0
 
     def told(self, ask, name=None):
         """Return what was told of all samples of a request."""
@@ -251,6 +253,10 @@ def test_pins_of_each_kind_are_of_that_kind_and_are_given_up_for_either(calibrat
     assert exact.num_blocks == len(BASE) // 16
     assert not set(exact.blocks) & set(kept.blocks)
     assert kept.num_blocks < 0.9 * exact.num_blocks
+    status = EngineStatus.of(house.engine.scheduler, kinds=house.engine.limits.kinds)
+    counts = [(one.name, one.codec, one.num_pinned, one.num_packed > 0) for one in status.kinds]
+    expected_counts = [("exact", "", exact.num_blocks, False), (f"keep {SHARE}", "", kept.num_blocks, True)]
+    assert counts == expected_counts
     longest = [one for one in ASKS if not one.prompt and one.sampling.n == 1]
     for ask in longest:
         caller = ask.caller
@@ -284,7 +290,7 @@ def test_beams_that_keep_all_find_what_they_find_without_shares(calibrated, expe
     assert found[0] == found[1]
     assert house.seen["packed"]
     for caller in (Caller(kv_keep=SHARE), Caller(kv_quality=f"keep {SHARE}")):
-        with pytest.raises(InvalidRequestError, match="a share of 0.5 is kept") as caught:
+        with pytest.raises(InvalidRequestError, match=r"a share of 0\.5 is kept") as caught:
             house.engine.check(BASE, beams, caller)
         assert "kv_quality 'exact' (kv_keep 1.0)" in caught.value.remedy
         assert caught.value.param == "use_beam_search"

@@ -98,7 +98,9 @@ class EngineThread:
     def status(self) -> EngineStatus:
         """See :class:`~pagefold.engine.client.EngineClient`."""
         is_healthy = self._failure is None and self._thread.is_alive()
-        return EngineStatus.of(self._engine.scheduler, is_healthy=is_healthy, caches=self._engine.cache_sizes())
+        engine = self._engine
+        kinds = engine.limits.kinds
+        return EngineStatus.of(engine.scheduler, is_healthy=is_healthy, caches=engine.cache_sizes(), kinds=kinds)
 
     @property
     def has_failed(self) -> bool:
