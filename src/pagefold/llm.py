@@ -67,7 +67,7 @@ class LLM:
         self._metrics = None if disable_log_stats else _metrics(self.config.model)
         self.engine = build_engine(plan_engine(self.config), emit=self._metrics.emit if self._metrics else ignore)
         if self._metrics is not None:
-            self._metrics.watch(lambda: EngineStatus.of(self.engine.scheduler, caches=self.engine.cache_sizes()))
+            self._metrics.watch(self._status)
         self._num_requests = 0
         self._busy = threading.Lock()
 
@@ -115,7 +115,12 @@ class LLM:
         return results
 
     def beam_search(
-        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_tqdm: bool = True
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        kv_keep: float | None = None,
+        use_tqdm: bool = True,
     ) -> list[BeamSearchOutput]:
         """Search for the likeliest outputs of each prompt; results are in the prompts' order, the best output first.
 
@@ -124,12 +129,13 @@ class LLM:
         Args:
             prompts: see :meth:`generate`.
             params: for all of them.
+            kv_keep: see :meth:`generate`; beams keep all, so it is 1 where that is not the engine's first.
             use_tqdm: whether to show a progress bar on stderr.
 
         Raises:
             InvalidRequestError: a value is out of range, or a prompt can never be served; nothing is started then.
         """
-        results = self.generate(prompts, params.sampling(), use_tqdm=use_tqdm)
+        results = self.generate(prompts, params.sampling(), kv_keep=kv_keep, use_tqdm=use_tqdm)
         return [BeamSearchOutput.of(result) for result in results]
 
     def close(self, timeout_s: float = 30.0) -> None:
@@ -151,6 +157,10 @@ class LLM:
             msg = "This LLM counts nothing."
             raise ConfigError(msg, remedy="Make it with disable_log_stats=False.")
         return self._metrics.read()
+
+    def _status(self) -> EngineStatus:
+        engine = self.engine
+        return EngineStatus.of(engine.scheduler, caches=engine.cache_sizes(), kinds=engine.limits.kinds)
 
     def _run(
         self, by_id: dict[str, RequestOutput], raise_if_interrupted: Callable[[], None], *, use_tqdm: bool

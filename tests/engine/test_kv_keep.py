@@ -180,8 +180,9 @@ def test_outputs_are_the_same_warm_and_cold_and_beams_are_refused(calibrated, kv
     assert shares[0] == shares[1]
     assert shares[0][2] is None  # none of it is old enough
     assert all(0.4 < share < 0.75 for share in shares[0][:2])
-    with pytest.raises(InvalidRequestError, match="keeps shares of older tokens"):
+    with pytest.raises(InvalidRequestError, match=r"a share of 0\.5 is kept") as caught:
         llm.generate(prompts[2], SamplingParams(use_beam_search=True, n=2, temperature=0.0, max_tokens=4))
+    assert caught.value.remedy == "Leave it out, or start with kv_keep 1 among others."
 
 
 def test_requests_ask_for_what_is_kept_and_exact_ones_are_those_of_a_server_without_lossy_ones(calibrated):

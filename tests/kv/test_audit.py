@@ -409,6 +409,21 @@ def packed_block_of_another_group(cache: SequenceCache, _: list[Node]) -> None:
     cache.chunks[0].blocks[0].group = 0
 
 
+def packed_block_of_another_mask(world: World) -> None:
+    block = pack_chunks(world).chunks[0].blocks[0]
+    block.packed_by = 1
+    world.core.pool.num_packed.update({0: -1, 1: 1})
+
+
+def packed_blocks_of_another_mask_than_their_cache(cache: SequenceCache, _: list[Node]) -> None:
+    cache.tail, cache.num_published, cache.mask = None, 0, 1
+
+
+def packed_blocks_of_the_pool_miscounted(world: World) -> None:
+    pack_chunks(world)
+    world.core.pool.num_packed[0] += 1
+
+
 def packed_block_twice(cache: SequenceCache, _: list[Node]) -> None:
     (block,) = cache.chunks[1].blocks
     cache.chunks[1].blocks = (block, block)
@@ -503,6 +518,11 @@ def pin_on_what_is_not_published(world: World) -> None:
 def pinned_blocks_miscounted(world: World) -> None:
     pin(world)
     world.core.pins.num_blocks -= 1
+
+
+def pinned_blocks_of_a_mask_miscounted(world: World) -> None:
+    pin(world)
+    world.core.pins.num_by_mask[1] += 1
 
 
 def pins_beyond_their_quota(world: World) -> None:
@@ -714,6 +734,9 @@ CORRUPTIONS: list[tuple[Callable[[World], None], str]] = [
     (with_packing(packed_blocks_counted_wrongly), "cache.num_packed_blocks=4, and its chunks fill 3"),
     (with_packing(packed_chunk_told_of_another_node), "is told of another node"),
     (with_packing(packed_block_of_another_group), "packed, and not told so"),
+    (packed_block_of_another_mask, "packed by mask 1, and not told so"),
+    (with_packing(packed_blocks_of_another_mask_than_their_cache), "was kept by another mask than the cache's, 1"),
+    (packed_blocks_of_the_pool_miscounted, "core.pool.num_packed=Counter({0: 4}), and blocks say Counter({0: 3})"),
     (with_packing(packed_block_twice), "published twice"),
     (cache_that_keeps_others_than_its_path, "a cache keeps others than its path"),
     (packed_and_no_group_packs, "a cache has packed chunks, and none of its groups packs"),
@@ -729,6 +752,7 @@ CORRUPTIONS: list[tuple[Callable[[World], None], str]] = [
     (two_pins_of_one_tail, "two pins have the same tail"),
     (pin_on_what_is_not_published, "p pins what is not there"),
     (pinned_blocks_miscounted, "pins.num_blocks=1, 2 are pinned"),
+    (pinned_blocks_of_a_mask_miscounted, "and Counter({0: 2}) are pinned"),
     (pins_beyond_their_quota, "pins.num_blocks=2, 2 are pinned"),
     (cached_pinned_blocks_miscounted, "core.pool.num_pinned=1 but 0 cached blocks are"),
     (candidate_missing, "policy offers 1 nodes, 2 are evictable"),

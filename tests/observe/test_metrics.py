@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagefold.engine.status import EngineStatus
+from pagefold.engine.status import EngineStatus, KindCount
 from pagefold.events import (
     BlockEvicted,
     BlocksReused,
@@ -211,6 +211,13 @@ def test_caches_are_told_beside_their_bounds(metrics):
     for cache, num_bytes, max_bytes in (("words", 5, 10), ("grammars", 0, 99)):
         assert value(metrics, "pagefold:cache_bytes", cache=cache) == num_bytes
         assert value(metrics, "pagefold:cache_max_bytes", cache=cache) == max_bytes
+
+
+def test_blocks_are_told_by_how_they_were_made(metrics):
+    metrics.watch(lambda: EngineStatus(kinds=(KindCount("exact", "", 5, 0), KindCount("keep 0.5", "int8", 2, 7))))
+    for kind, codec, num_pinned, num_packed in (("exact", "none", 5, 0), ("keep 0.5", "int8", 2, 7)):
+        assert value(metrics, "pagefold:num_pinned_blocks_by_kind", kind=kind, codec=codec) == num_pinned
+        assert value(metrics, "pagefold:num_packed_blocks", kind=kind, codec=codec) == num_packed
 
 
 def test_the_cache_s_settings_are_labels(metrics):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+import httpx
 import pytest
 from equivalence.packing_house import keep_random_scorer
 from local_server import PATIENCE_S, ProcessServer, start_cli
@@ -50,6 +53,7 @@ def test_usage_tells_what_was_kept(unknown_model: Path) -> None:
         short = server.http.post("/v1/completions", json={**LONG, "prompt": [5] * 100}).json()
         granted = server.metric("pagefold:packed_blocks_granted_total")
         kept = server.metric("pagefold:packed_blocks_kept_total")
+        held = server.metric("pagefold:num_packed_blocks", "nonekeep 0.5")
         said = stop(server)
     finally:
         server.close()
@@ -61,6 +65,7 @@ def test_usage_tells_what_was_kept(unknown_model: Path) -> None:
     assert 0 < cold["kv_kept_share"] < 1
     assert cold["kv_kept_share"] == warm["kv_kept_share"] == last["usage"]["kv_kept_share"]
     assert "kv_kept_share" not in short["usage"]
+    assert held == kept  # all of them are cached
     assert cold["kv_kept_share"] == pytest.approx(kept / granted, abs=1e-4)  # nobody else has packed
 
 
@@ -95,6 +100,86 @@ def test_requests_ask_for_a_kind_on_every_route(unknown_model: Path) -> None:
         stop(server)
     finally:
         server.close()
+
+
+BASE = list(range(100, 1400))
+PROMPTS = [BASE, BASE[:900] + [7] * 50, BASE[:60]]
+EXACT = {"temperature": 0, "max_tokens": 24, "ignore_eos": True, "logprobs": 2}
+ASKS = {
+    "samples": {**EXACT, "n": 3, "temperature": 1, "seed": 5},
+    "greedy": EXACT,
+    "beams": {**EXACT, "use_beam_search": True, "n": 3},
+}
+
+
+def ask_all(server: ProcessServer, **fields: object) -> dict[tuple[str, int], object]:
+    """Ask all prompts in all ways at once; return what was answered, with each logprob."""
+    cases = [(name, at) for name in ASKS for at in range(len(PROMPTS)) if (name, at) != ("beams", 0)]
+
+    def ask(case: tuple[str, int]) -> object:
+        name, at = case
+        return server.complete(PROMPTS[at], **ASKS[name], **fields)["choices"]
+
+    with ThreadPoolExecutor(len(cases)) as threads:
+        return dict(zip(cases, threads.map(ask, cases), strict=True))
+
+
+def leave(server: ProcessServer, at: int, num_events: int) -> None:
+    """Ask with a share, and go away in the midst of it; before anything has come, if ``num_events`` is 0."""
+    body = {**ASKS["samples"], "prompt": PROMPTS[at], "kv_keep": 0.5, "max_tokens": 200, "stream": True}
+    with contextlib.closing(httpx.Client(base_url=server.url, timeout=PATIENCE_S)) as http:
+        if not num_events:
+            with contextlib.suppress(httpx.ReadTimeout):
+                http.post("/v1/completions", json={**body, "prompt": BASE[::-1], "stream": False}, timeout=0.2)
+            return
+        with http.stream("POST", "/v1/completions", json=body) as answer:
+            assert answer.status_code == 200
+            for _ in zip(range(num_events), answer.iter_lines(), strict=False):
+                pass
+
+
+@pytest.mark.long  # it starts two servers
+def test_exact_answers_are_those_of_a_server_without_shares(unknown_model: Path) -> None:
+    """Beside others with a share, some of whom go away; where memory is short, and prefixes are pinned."""
+    keep_random_scorer(unknown_model)
+    flags = FLAGS[2:-1]
+    plain = ProcessServer(str(unknown_model), *flags, "64M")
+    try:
+        expected = ask_all(plain)
+        plain.check_pool()
+    finally:
+        plain.close()
+    admin = {"Authorization": "Bearer sk-admin"}
+    server = ProcessServer(str(unknown_model), *flags, "8M", "--kv-keep", "1,0.5", "--admin-api-key", "sk-admin")
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            leaving = [threads.submit(leave, server, at, num) for at, num in ((0, 6), (1, 2), (0, 0))]
+            kept = threads.submit(ask_kept, server)
+            found = ask_all(server)
+            for one in leaving:
+                one.result()
+        for kind in (1, 0.5):
+            body = {"prompt": BASE, "pin": True, "kv_keep": kind}
+            assert server.http.post("/v1/cache/warm", json=body, headers=admin).status_code == 200
+        pinned = [server.metric("pagefold:num_pinned_blocks_by_kind", f"none{one}") for one in ("exact", "keep 0.5")]
+        again = ask_all(server), ask_kept(server)
+        assert server.metric("pagefold:packed_chunks_total")
+        server.check_pool()
+        refused = server.http.post("/v1/completions", json={**ASKS["beams"], "prompt": [5], "kv_quality": "keep 0.5"})
+    finally:
+        server.close()
+    assert found == expected
+    assert again == (expected, kept.result())
+    assert all(pinned)
+    assert refused.status_code == 400
+    error = refused.json()["error"]
+    assert error["param"] == "use_beam_search"
+    assert "ask for kv_quality 'exact'" in error["message"]
+
+
+def ask_kept(server: ProcessServer) -> object:
+    """Ask for a share; return what was answered."""
+    return [server.complete(prompt, **ASKS["samples"], kv_keep=0.5)["choices"] for prompt in PROMPTS]
 
 
 def test_recordings_of_what_is_kept_are_refused_at_the_start(tmp_path: Path) -> None:

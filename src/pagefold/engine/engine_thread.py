@@ -98,11 +98,13 @@ class EngineThread:
     def status(self) -> EngineStatus:
         """See :class:`~pagefold.engine.client.EngineClient`."""
         is_healthy = self._failure is None and self._thread.is_alive()
+        engine = self._engine
         return EngineStatus.of(
-            self._engine.scheduler,
+            engine.scheduler,
             is_healthy=is_healthy,
-            caches=self._engine.cache_sizes(),
-            tier_uses=self._engine.tier_uses(),
+            caches=engine.cache_sizes(),
+            tier_uses=engine.tier_uses(),
+            kinds=engine.limits.kinds,
         )
 
     @property

@@ -28,11 +28,13 @@ class Kind:
         share: of older tokens, that is kept; 1 for all.
         mask: by which of the model's masks; see :class:`~pagefold.request.Request`.
         namespace: model, layout and dtype of its blocks; tenant and salt are the request's.
+        codec: that encodes them; empty for none.
     """
 
     share: float
     mask: int
     namespace: Namespace
+    codec: str = ""
 
     def namespace_of(self, caller: Caller) -> Namespace:
         """Return the namespace of the blocks of a caller's request."""

@@ -31,8 +31,8 @@ class ModelLimits:
         namespace: model, layout and dtype of the blocks of requests that ask for nothing else; tenant and salt are the
             request's.
         message_end_ids: each of them ends a message of a conversation.
-        kinds: of blocks that requests may ask for, the first for those that do not; none where there is one, which
-            keeps all.
+        kinds: of blocks that requests may ask for, the first for those that do not; if none are given, one that keeps
+            all.
     """
 
     vocab_size: int
@@ -41,13 +41,17 @@ class ModelLimits:
     message_end_ids: frozenset[int] = frozenset()
     kinds: tuple[Kind, ...] = ()
 
+    def __post_init__(self) -> None:
+        if not self.kinds:
+            object.__setattr__(self, "kinds", (Kind(1.0, 0, self.namespace),))
+
     def kind_of(self, caller: Caller) -> Kind:
         """Return of which kind the blocks of a caller's request are.
 
         Raises:
             InvalidRequestError: it asks for one that there is not.
         """
-        return kind_of(caller, self.kinds or (Kind(1.0, 0, self.namespace),))
+        return kind_of(caller, self.kinds)
 
     def message_ends(self, token_ids: Sequence[int]) -> tuple[int, ...]:
         """Return the positions behind the messages of a prompt, ascending: of very many the first and the last ones.

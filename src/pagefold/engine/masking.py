@@ -103,13 +103,13 @@ def find_mask(config: EngineConfig, spec: ModelSpec) -> EngineMask:
 
 
 def kinds_of(blueprint: Blueprint) -> tuple[Kind, ...]:
-    """Return the kinds of blocks that requests may ask for; none where all is kept."""
-    config, mask = blueprint.config, blueprint.mask
+    """Return the kinds of blocks that requests may ask for: one where all is kept."""
+    config, mask, codec = blueprint.config, blueprint.mask, blueprint.geometry.codec
+    base, found, codec_name = namespace_of(blueprint), [], "" if codec is None else codec.name
     if mask is None:
-        return ()
-    base, found = namespace_of(blueprint), []
+        return (Kind(1.0, 0, base, codec_name),)
     for share in config.kv_keep:
         number = NO_MASK if share == 1 else config.masks.index(share)
         name = EXACT if share == 1 else mask.names[number]
-        found.append(Kind(float(share), number, replace(base, layout=f"{base.layout}/{name}")))
+        found.append(Kind(float(share), number, replace(base, layout=f"{base.layout}/{name}"), codec_name))
     return tuple(found)

@@ -22,7 +22,8 @@ class PinStatus:
     Attributes:
         pin_id: the id of the request that warmed it.
         tenant, cache_salt: who can find its blocks.
-        num_tokens, num_blocks: what it keeps, alone or with others.
+        num_tokens: of its prefix; whoever goes on behind them finds all that is needed.
+        num_blocks: that it keeps, alone or with others: fewer than these tokens fill where not all are kept.
         retention_priority: what is left of it.
         age_s: seconds since it was pinned.
         ttl_left_s: seconds until it expires; None for never.
@@ -76,7 +77,7 @@ def report_pins(core: KVCore, now_s: float) -> PinReport:
                 pin_id=pin.pin_id,
                 tenant=namespace.tenant,
                 cache_salt=namespace.cache_salt,
-                num_tokens=pin.num_blocks * core.block_size,
+                num_tokens=(pin.tail.depth + 1) * core.block_size,
                 num_blocks=pin.num_blocks,
                 retention_priority=pins.priority_at(pin, now_s),
                 age_s=now_s - pin.pinned_at_s,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pagefold.engine.kinds import EXACT
 from pagefold.engine.output_rules import refuse_without_tokenizer
 from pagefold.errors import InvalidRequestError, PinQuotaError
 from pagefold.sampling import MAX_LOGPROBS
@@ -11,6 +12,7 @@ from pagefold.sampling import MAX_LOGPROBS
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
+    from pagefold.engine.kinds import Kind
     from pagefold.engine.limits import ModelLimits
     from pagefold.memory.capacity import Capacity
     from pagefold.request import Caller, Request, WarmUp
@@ -59,7 +61,8 @@ class RequestChecks:
             self._check_min_tokens(num_tokens, sampling)
         if not self._has_tokenizer:
             refuse_without_tokenizer(sampling)
-        self._check_samples(num_tokens, sampling)
+        kind = self._limits.kind_of(caller)
+        self._check_samples(num_tokens, sampling, kind)
         if caller.priority and self._scheduler.policy.name == "fcfs":
             msg = f"priority is {caller.priority}, but requests are served first come first served."
             raise InvalidRequestError(
@@ -68,7 +71,6 @@ class RequestChecks:
         if caller.warm_up is not None:
             self._check_warm_up(num_tokens, caller.warm_up)
         self._check_ids(caller.predicted, "prediction")
-        self._limits.kind_of(caller)
 
     def check_pin_quota(self, request: Request) -> None:
         """Refuse before it is computed what could not be pinned now. Others may be faster: then pinning fails.
@@ -137,7 +139,7 @@ class RequestChecks:
             msg = "Every allowed token ends the output, so none can come before min_tokens."
             raise InvalidRequestError(msg, param="allowed_token_ids", remedy="Allow more, or leave min_tokens out.")
 
-    def _check_samples(self, num_tokens: int, sampling: SamplingParams) -> None:
+    def _check_samples(self, num_tokens: int, sampling: SamplingParams, kind: Kind) -> None:
         """Refuse more samples than sequences run at once, or several of a prompt that fills the device."""
         max_samples = self._scheduler.limits.max_num_seqs
         if sampling.num_samples > max_samples:
@@ -146,7 +148,7 @@ class RequestChecks:
             remedy = f"Ask for at most {max_samples}, or start with a larger max_num_seqs."
             raise InvalidRequestError(msg, param=param, remedy=remedy)
         if sampling.use_beam_search:
-            self._check_beams(num_tokens, sampling)
+            self._check_beams(num_tokens, sampling, kind)
         max_in_blocks = self._capacity.num_blocks * self._capacity.block_size
         if sampling.num_samples > 1 and num_tokens >= max_in_blocks:
             msg = (
@@ -154,8 +156,8 @@ class RequestChecks:
             )
             raise InvalidRequestError(msg, param="n", remedy="Ask for one sample a request.")
 
-    def _check_beams(self, num_tokens: int, sampling: SamplingParams) -> None:
-        """Refuse more beams than a step tells tokens for, or than fit if all part behind the prompt.
+    def _check_beams(self, num_tokens: int, sampling: SamplingParams, kind: Kind) -> None:
+        """Refuse more beams than a step tells tokens for, or than fit if all part behind the prompt; and of a share.
 
         The whole blocks of the prompt are there once, of groups that keep all.
         """
@@ -166,14 +168,17 @@ class RequestChecks:
             msg = f"{param} is {width}: with {num_stop} tokens that end an output, at most {max(0, most)} beams run."
             raise InvalidRequestError(msg, param=param, remedy="Ask for fewer beams, or for fewer stop_token_ids.")
         core = self._scheduler.core
-        if core.packing.is_on:
-            msg = "use_beam_search is set, and this server keeps shares of older tokens (kv_keep)."
-            raise InvalidRequestError(msg, param="use_beam_search", remedy="Leave it out.")
+        if kind.share < 1:
+            msg = f"use_beam_search is set, and of older tokens a share of {kind.share} is kept ({kind.name!r})."
+            remedy = "Leave it out, or start with kv_keep 1 among others."
+            if any(offered.share == 1 for offered in self._limits.kinds):
+                remedy = f"Leave it out, or ask for kv_quality {EXACT!r} (kv_keep 1.0)."
+            raise InvalidRequestError(msg, param="use_beam_search", remedy=remedy)
         num_all = self._capacity.max_model_len
         if sampling.max_tokens is not None:
             num_all = min(num_all, num_tokens + sampling.max_tokens)
-        whole = core.num_blocks_for(num_all, self._scheduler.limits.max_num_batched_tokens)
-        num_shared = num_tokens // core.block_size * (core.num_groups - len(core.rules.trimmed))
+        whole = core.num_blocks_for(num_all, self._scheduler.limits.max_num_batched_tokens, mask=kind.mask)
+        num_shared = num_tokens // core.block_size * (core.num_groups - len(core.rules.of(kind.mask).trimmed))
         needed = width * whole - (width - 1) * num_shared
         if needed > self._capacity.num_blocks:
             msg = (

@@ -4,16 +4,33 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from pagefold.engine.kinds import Kind
     from pagefold.kv.transfers import TierUse
     from pagefold.memory.cache_size import CacheSize
     from pagefold.scheduler import Scheduler
 
-__all__ = ["EngineStatus"]
+__all__ = ["EngineStatus", "KindCount"]
+
+
+class KindCount(NamedTuple):
+    """How many blocks there are of a kind.
+
+    Attributes:
+        name: of the kind, as requests call it.
+        codec: that encodes its blocks; empty for none.
+        num_pinned: blocks that pins keep cached, each counted once.
+        num_packed: blocks that hold what was kept of older chunks.
+    """
+
+    name: str
+    codec: str
+    num_pinned: int
+    num_packed: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +52,7 @@ class EngineStatus:
         num_host_blocks, num_held_host_blocks: of the host's memory: all, and those that are found there.
         caches: what else is kept, each with its bound.
         tier_uses: of each slow tier that knows it what it has.
+        kinds: the kinds of blocks that requests may ask for, and how many there are of each.
     """
 
     num_running: int = 0
@@ -55,6 +73,7 @@ class EngineStatus:
     num_held_host_blocks: int = 0
     caches: tuple[CacheSize, ...] = ()
     tier_uses: Mapping[str, TierUse] = field(default_factory=dict)
+    kinds: tuple[KindCount, ...] = ()
 
     @property
     def num_for_capacity(self) -> int:
@@ -69,9 +88,11 @@ class EngineStatus:
         is_healthy: bool = True,
         caches: Sequence[CacheSize] = (),
         tier_uses: Mapping[str, TierUse] = MappingProxyType({}),
+        kinds: Sequence[Kind] = (),
     ) -> EngineStatus:
         """Look at ``scheduler`` and its core. Plain reads, so any thread may."""
         core = scheduler.core
+        by_pins, packed = core.pins.num_by_mask, core.pool.num_packed
         slow = core.slow
         num_wasted_slots = scheduler.num_wasted_slots
         num_deferred = len(scheduler.fetching)
@@ -80,6 +101,7 @@ class EngineStatus:
             num_waiting=len(scheduler.waiting) + num_deferred,
             num_deferred=num_deferred,
             caches=tuple(caches),
+            kinds=tuple(KindCount(one.name, one.codec, by_pins[one.mask], packed[one.mask]) for one in kinds),
             kv_cache_usage=core.usage,
             num_free_blocks=core.pool.num_free,
             num_cached_blocks=core.pool.num_cached,

@@ -92,11 +92,13 @@ def _audit_references(core: KVCore) -> None:
         _check(block.num_io_refs == transfers[block.block_id], f"{block}: {transfers[block.block_id]} transfers use it")
         held = bool(block.num_table_refs or block.num_io_refs)
         if block.state == BlockState.FREE:
-            _check(not held and block.node is None, f"{block}: free but held")
+            _check(not held and block.node is None and block.packed_by is None, f"{block}: free but held")
         elif block.state == BlockState.ACTIVE:
             _check(held, f"{block}: active but nobody holds it")
         elif block.state == BlockState.CACHED:
             _check(not block.num_table_refs and block.node is not None, f"{block}: cached but held or not published")
+    num_packed = Counter(block.packed_by for block in core.pool.blocks if block.packed_by is not None)
+    _check(num_packed == core.pool.num_packed, f"{core.pool.num_packed=}, and blocks say {num_packed}")
     for copy in core.moves.pending_copies:
         _check(core.pool.blocks[copy.dst].num_table_refs > 0, f"{copy}: for a block that no table holds")
 
@@ -147,6 +149,7 @@ def _audit_packed(core: KVCore, node: Node, published: dict[int, Node]) -> bool:
     _check(packed.node is node, f"{where}: what is packed there is told of another node")
     for block in packed.blocks:
         _check(block.node is node and block.group == len(core.rules), f"{block}: packed, and not told so")
+        _check(block.packed_by == node.root.mask, f"{block}: packed by mask {block.packed_by}, and not told so")
         _check(block.block_id not in published, f"{block}: published twice")
         published[block.block_id] = node
     idle = all(_is_idle(block) for block in packed.blocks)
@@ -223,6 +226,8 @@ def _audit_chunks(core: KVCore, cache: SequenceCache, path: list[Node]) -> None:
             _check(path[place].packed is chunk, f"chunk {at} of a cache is not that of its path")
         else:  # a fork may have published it
             _check(chunk.node is None or chunk.node.attached, f"chunk {at} of a cache is nowhere")
+        of_mask = all(block.packed_by == cache.mask for block in chunk.blocks)
+        _check(of_mask, f"chunk {at} of a cache was kept by another mask than the cache's, {cache.mask}")
         is_told = all((block.node is None) == (chunk.node is None) for block in chunk.blocks)
         _check(is_told, f"chunk {at} of a cache is published, or blocks of it alone are")
     num_packed = sum(len(chunk.blocks) for chunk in cache.chunks)
@@ -325,6 +330,8 @@ def _audit_pins(core: KVCore) -> None:
         _check(all(block.node in path for block in pin.blocks), f"{pin.pin_id} pins blocks of another path")
     num_blocks = sum(1 for block in core.pool.blocks if block.num_pin_refs)
     _check(num_blocks == pins.num_blocks <= pins.max_blocks, f"{pins.num_blocks=}, {num_blocks} are pinned")
+    by_mask = Counter(block.node.root.mask for block in core.pool.blocks if block.num_pin_refs and block.node)
+    _check(by_mask == pins.num_by_mask, f"{pins.num_by_mask=}, and {by_mask} are pinned")
     num_pinned = sum(1 for block in core.pool.blocks if block.num_pin_refs and block.state == BlockState.CACHED)
     _check(num_pinned == core.pool.num_pinned, f"{core.pool.num_pinned=} but {num_pinned} cached blocks are")
 

@@ -58,9 +58,10 @@ class Block:
         group: index of the cache group whose layers it holds, while somebody holds it or it is cached; the number of
             groups, if it holds what is packed.
         node: the node of the prefix tree that publishes it; None while it is private or free.
+        packed_by: by which mask what it holds was kept, if that is what was packed; None of all others.
     """
 
-    __slots__ = ("block_id", "group", "node", "num_io_refs", "num_pin_refs", "num_table_refs", "state")
+    __slots__ = ("block_id", "group", "node", "num_io_refs", "num_pin_refs", "num_table_refs", "packed_by", "state")
 
     def __init__(self, block_id: BlockId) -> None:
         self.block_id = block_id
@@ -70,6 +71,7 @@ class Block:
         self.num_pin_refs = 0
         self.group = 0
         self.node: Node | None = None
+        self.packed_by: int | None = None
 
     def to(self, state: BlockState) -> None:
         """Move to ``state``.

@@ -330,7 +330,9 @@ class Holding:
             table.block_ids = [block.block_id for block in held]
             for block in held:
                 block.group = group
-        cache.chunks = [one if isinstance(one, PackedChunk) else self._begin_chunk(one, new) for one in chunks]
+        cache.chunks = [
+            one if isinstance(one, PackedChunk) else self._begin_chunk(one, new, cache.mask) for one in chunks
+        ]
         cache.num_packed_blocks = sum(len(chunk.blocks) for chunk in cache.chunks)
         return True
 
@@ -346,13 +348,14 @@ class Holding:
             new.append(block)
         return new
 
-    def _begin_chunk(self, held: list[HeldBlock], new: list[Block]) -> PackedChunk:
-        """Return a packed chunk in new blocks, into which it will be loaded."""
+    def _begin_chunk(self, held: list[HeldBlock], new: list[Block], mask: int) -> PackedChunk:
+        """Return a packed chunk in new blocks, into which it will be loaded, of what was kept by ``mask``."""
         told = held[0].chunk
         assert told is not None, "the first block of a packed chunk says which that is"
         blocks = tuple(new.pop() for _ in held)
         for block in blocks:
             block.group = len(self._rules)  # as ``packing.py`` has it
+            self._pool.note_packed(block, mask)
         return PackedChunk(blocks, told.counts)
 
 

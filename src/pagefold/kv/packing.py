@@ -160,6 +160,8 @@ class Packing(Lodger):
             assert one.num_blocks <= size, "a chunk fills no more than was granted"
             cache.chunks.append(PackedChunk(tuple(of_chunk[: one.num_blocks]), one.counts))
             cache.num_packed_blocks += one.num_blocks
+            for block in of_chunk[: one.num_blocks]:
+                self._blocks.pool.note_packed(block, cache.mask)
             for block in of_chunk[one.num_blocks :]:
                 self._blocks.pool.release(block)
         self._num_granted[cache.mask] += len(granted)

@@ -10,7 +10,7 @@ Pure: time is passed in, in seconds of any clock that does not go back.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
 from math import exp2, inf
 from typing import TYPE_CHECKING, NamedTuple
@@ -112,6 +112,7 @@ class PinTable:
     Attributes:
         max_blocks: how many blocks pins may keep together.
         num_blocks: how many they keep, each counted once.
+        num_by_mask: the same by the mask that older tokens are kept by; see ``Node.mask``.
         dropped: the last pins that went.
         next_expiry_s: when the first pin expires; infinite if none does.
     """
@@ -135,6 +136,7 @@ class PinTable:
         self._by_tail: dict[Node, Pin] = {}
         self.max_blocks = int(pool.num_blocks * limits.max_share)
         self.num_blocks = 0
+        self.num_by_mask: Counter[int] = Counter()
         self.dropped: deque[DroppedPin] = deque(maxlen=_NUM_DROPPED_KEPT)
         self.next_expiry_s = inf
 
@@ -198,8 +200,7 @@ class PinTable:
         if self.num_blocks + sum(1 for block in pin.blocks if not block.num_pin_refs) > self.max_blocks:
             self._tell(DroppedPin(pin_id, pin.num_blocks, "quota"))
             return None
-        for block in pin.blocks:
-            self.num_blocks += self._pool.pin(block)
+        self._count(pin, sum([self._pool.pin(block) for block in pin.blocks]))
         renewed = self._by_tail.get(tail)
         if renewed is not None:
             self._drop(renewed, "renewed")
@@ -257,10 +258,14 @@ class PinTable:
     def _drop(self, pin: Pin, cause: PinCause) -> None:
         del self._pins[pin.pin_id], self._by_tail[pin.tail]
         self.next_expiry_s = min((other.expires_at_s for other in self), default=inf)
-        for block in pin.blocks:
-            self.num_blocks -= self._pool.unpin(block)
+        self._count(pin, -sum([self._pool.unpin(block) for block in pin.blocks]))
         self._update_nodes(pin)
         self._tell(DroppedPin(pin.pin_id, pin.num_blocks, cause), pin.tail)
+
+    def _count(self, pin: Pin, num_blocks: int) -> None:
+        """Note that pins keep so many blocks more, which are of the kind of ``pin``."""
+        self.num_blocks += num_blocks
+        self.num_by_mask[pin.tail.root.mask] += num_blocks
 
     def _kept(self, pin: Pin, spared: Collection[Block]) -> list[Block]:
         """Return blocks of ``pin`` that pins alone keep from being evicted: those that tell whether to give it up."""

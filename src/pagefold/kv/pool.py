@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from pagefold.kv.block import Block, BlockId, BlockState
@@ -24,6 +25,7 @@ class BlockPool:
     Attributes:
         num_cached: how many blocks are CACHED.
         num_pinned: how many of those a pin keeps.
+        num_packed: how many blocks hold what was packed, by the mask that it was kept by.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -31,6 +33,7 @@ class BlockPool:
         self.free_ids: list[BlockId] = [BlockId(i) for i in reversed(range(num_blocks))]
         self.num_cached = 0
         self.num_pinned = 0
+        self.num_packed: Counter[int] = Counter()
 
     @property
     def num_blocks(self) -> int:
@@ -136,6 +139,15 @@ class BlockPool:
         if not block.num_io_refs:
             self._free(block)
 
+    def note_packed(self, block: Block, mask: int) -> None:
+        """Record that what ``block`` holds, from now on until it is free, was packed, and kept by ``mask``."""
+        assert block.packed_by is None, f"block {block.block_id} is packed into once"
+        block.packed_by = mask
+        self.num_packed[mask] += 1
+
     def _free(self, block: Block) -> None:
+        if block.packed_by is not None:
+            self.num_packed[block.packed_by] -= 1
+            block.packed_by = None
         block.to(BlockState.FREE)
         self.free_ids.append(block.block_id)

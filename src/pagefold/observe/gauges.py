@@ -89,6 +89,17 @@ class Gauges:
             [({"tier": tier}, is_fast) for tier, is_fast in status.tiers_fast.items()],
         )
         yield self._family(
+            "pagefold:num_pinned_blocks_by_kind",
+            "KV blocks that pins keep cached, by the label kind, as requests ask for it in kv_quality, and codec, that "
+            "encodes them, or none.",
+            [({"kind": one.name, "codec": one.codec or "none"}, one.num_pinned) for one in status.kinds],
+        )
+        yield self._family(
+            "pagefold:num_packed_blocks",
+            "KV blocks that hold what was kept of older chunks, in use or cached, by the same labels.",
+            [({"kind": one.name, "codec": one.codec or "none"}, one.num_packed) for one in status.kinds],
+        )
+        yield self._family(
             "pagefold:cache_bytes",
             "What the label's cache takes at most with what it keeps now. Blocks of KV are no part of any.",
             [({"cache": one.name}, one.num_bytes) for one in caches],
