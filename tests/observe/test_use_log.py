@@ -120,3 +120,14 @@ def test_each_answer_has_a_path_of_its_own_and_what_is_published_again_counts_on
     assert curve.at(64 * 4) == pytest.approx(4 / 7)
     for policy, found in ghost_ratios(told, curve, ["lru", "lfu"], 64).items():
         assert found == pytest.approx([4 / 7] * len(TIMES)), policy
+
+
+def test_of_many_answers_the_first_are_noted() -> None:
+    """Each is noted with its whole prompt: copies of it do not drive out what others used."""
+    uses = BlockUses(lambda: 0.0)
+    uses.begin(CacheConfigured({}, num_blocks=64, block_size=4))
+    uses.look_up(1, "acme", [1, 2], 8)
+    for answer in range(128):
+        uses.publish(1, f"r-{answer}", 2, [100 + answer])
+    uses.end(1)
+    assert [list(use.keys) for use in uses.told(None).uses.uses[1:]] == [[1, 2, 100 + answer] for answer in range(8)]

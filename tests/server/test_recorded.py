@@ -20,6 +20,7 @@ from pagefold.sim.traces.recording import RecordedCut, RecordedReset, RecordedSt
 from pagefold.speculation import StepCosts
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 WORDS = ["the", "cache", "keeps", "what", "others", "will", "ask", "again", "and", "forgets", "nobody", "wants", "more"]
@@ -53,15 +54,20 @@ BLOCK_BYTES = 2**13
 
 @pytest.fixture(
     scope="module",
-    params=[("learned", 40, None), ("weighted", 0, {"method": "tree"})],
-    ids=["with a host tier", "weighted, with drafts"],
+    params=[("learned", 40, None), ("weighted", 0, {"method": "tree"}), ("auto", 0, None)],
+    ids=["with a host tier", "weighted, with drafts", "auto"],
 )
-def recorded(request, tiny_chat_model: Path, tmp_path_factory) -> Path:
+def recorded(request, tiny_chat_model: Path, tmp_path_factory) -> Iterator[Path]:
     """Six clients at a server with room for about four of their requests, whose steps sometimes fail.
+
+    The policy ``auto`` goes over to others at once.
 
     Bits turn in what its host tier holds, if it has one.
     """
     policy, num_host_blocks, drafts = request.param
+    eager = pytest.MonkeyPatch()
+    for name, value in {"_BETTER": 0.0, "_CHANCE": 0.0}.items():
+        eager.setattr(f"pagefold.kv.policies.auto.{name}", value)
     file = tmp_path_factory.mktemp("recorded") / "trace.jsonl"
     server = LocalServer(
         tiny_chat_model,
@@ -102,9 +108,14 @@ def recorded(request, tiny_chat_model: Path, tmp_path_factory) -> Path:
         until(lambda: not server.engine.scheduler.core.pins.num_blocks, "the pin to expire")
         server.complete(" ".join(WORDS * 3), max_tokens=3)
         server.check_pool()
+        if policy == "auto":
+            followed = [f"pagefold:eviction_policy_switches_total/{name}" for name in ("lru", "lfu", "s3-fifo", "2q")]
+            metrics = {"/".join(name): value for name, value in server.metrics().items()}
+            assert any(metrics[name] for name in followed)
     finally:
         server.close()
-    return file
+    yield file
+    eager.undo()
 
 
 def test_a_replay_finds_and_evicts_what_the_server_did(recorded):

@@ -179,7 +179,9 @@ def test_it_waits_for_a_server_that_starts_anew() -> None:
         begin = terminal.read(lambda shown: b"old-model" in shown and b"the best other" in shown)
         stage.close()
         begin = terminal.read(lambda shown: b"The server is away" in shown, begin)
-        begin = terminal.read(lambda shown: b"old-model" in shown, begin)  # what it told last stays
+        begin = terminal.read(
+            lambda shown: b"old-model" in shown and b"the best other" in shown, begin
+        )  # what it told last stays
         with closing(Stage("new-model", port=int(stage.url.rpartition(":")[2]))):
             begin = terminal.read(lambda shown: b"new-model" in shown, begin)
             terminal.read(lambda shown: b"the best other" in shown and b"The server is away" not in shown, begin)
@@ -210,6 +212,9 @@ def test_a_curve_is_asked_for_seldom_and_of_a_server_that_is_back_at_once() -> N
     beside.forget()  # the server goes meanwhile
     server.answer({"object": "cache.whatif", "told": "old"})
     until(lambda: not server.is_asked, "its answer")
+    assert beside.look(places) == {}
+    assert server.num_asked == 3, "who comes and goes is not asked at every sight"
+    now_s[0] = 68.0
     assert beside.look(places) == {}
     server.answer({"object": "cache.whatif", "told": "new"})
     until(lambda: beside.look(places) != {}, "a curve")

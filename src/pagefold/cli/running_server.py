@@ -13,7 +13,7 @@ from pagefold.errors import ConfigError, InvalidRequestError
 __all__ = ["NO_SERVER", "NoAnswerError", "RunningServer"]
 
 _UNAUTHORIZED, _FORBIDDEN, _NOT_FOUND = 401, 403, 404
-_BAD_GATEWAY, _UNAVAILABLE = 502, 503
+_AWAY = (502, 503, 504)
 _PATIENCE_S = 600.0
 NO_SERVER = "Start one with pagefold serve, or give its --url."
 
@@ -64,7 +64,7 @@ class RunningServer:
                 answer = json.load(response)
         except urllib.error.HTTPError as error:
             message = _message(error)
-            if error.code in (_BAD_GATEWAY, _UNAVAILABLE):
+            if error.code in _AWAY:
                 raise NoAnswerError(message) from None
             if error.code in (_UNAUTHORIZED, _FORBIDDEN, _NOT_FOUND):
                 raise ConfigError(message) from None

@@ -65,10 +65,11 @@ def _watch(server: RunningServer, beside: Beside, told: dict[str, Any], console:
     """
     from rich.live import Live  # noqa: PLC0415 - only here
 
-    away = ""
+    away, shown = "", told
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
-            shown = told if away else told | beside.look(told["more"])
+            if not away:
+                shown = told | beside.look(told["more"])
             live.update(_fitting(shown, away, console), refresh=True)
             time.sleep(every_s)
             try:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 __all__ = ["Beside"]
 
 _SELDOM_S = 30.0
+_LEAST_S = 5.0
+"""Between questions to a server that comes and goes."""
 
 
 class _Part(NamedTuple):
@@ -55,7 +57,7 @@ class Beside:
         self._clock = clock
         self._told: dict[str, Any] = {}
         self._places: Mapping[str, str | None] = {}
-        self._asked_s = 0.0
+        self._asked_s = -_LEAST_S
         self._asks: threading.Thread | None = None
 
     def ask(self, places: Mapping[str, str | None]) -> dict[str, Any]:
@@ -87,8 +89,9 @@ class Beside:
             self._places = dict(places)
         if not any(places.values()):
             return self.ask(places)  # which asks nobody
-        is_due = self._clock() - self._asked_s >= _SELDOM_S
-        if self._asks is None or (is_due and not self._asks.is_alive()):
+        since_s = self._clock() - self._asked_s
+        is_anew = self._asks is None and since_s >= _LEAST_S
+        if is_anew or (self._asks is not None and since_s >= _SELDOM_S and not self._asks.is_alive()):
             self._asked_s = self._clock()
             self._asks = threading.Thread(target=self._ask_aside, args=(dict(places),), daemon=True)
             self._asks.start()

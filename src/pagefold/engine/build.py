@@ -151,12 +151,11 @@ def _assemble(
     slow, arbiter = NO_SLOW_TIERS, None
     if stores or measure_link is not None:
         compute_s = runner.seconds_per_token()
-        num_keeping = sum(not group.keeps.trims for group in geometry.groups)
         arbiter = Arbiter(
             geometry.bytes_per_block,
             geometry.block_size,
             compute_s_per_token=compute_s,
-            blocks_per_place=max(1, num_keeping),
+            blocks_per_place=_blocks_per_place(geometry),
         )
         if measure_link is not None:
             measure_link(arbiter, say)
@@ -166,7 +165,7 @@ def _assemble(
         capacity.num_blocks,
         block_size=config.block_size,
         rules=[group.keeps for group in geometry.groups],
-        policy=make_policy(config.eviction_policy, capacity.num_blocks, emit),
+        policy=make_policy(config.eviction_policy, capacity.num_blocks // _blocks_per_place(geometry), emit),
         enable_prefix_caching=config.enable_prefix_caching,
         pin_limits=PinLimits(config.max_pinned_share, config.pin_half_life_s),
         host=host,
@@ -245,6 +244,11 @@ def _drafting(
     return Drafting(scheduler, config.speculative_config, drafter_for, costs, most)
 
 
+def _blocks_per_place(geometry: KVGeometry) -> int:
+    """Return how many blocks a place of a path takes: one of each cache group that keeps all."""
+    return max(1, sum(not group.keeps.trims for group in geometry.groups))
+
+
 def _configured(config: EngineConfig, capacity: Capacity, geometry: KVGeometry, *, has_stores: bool) -> CacheConfigured:
     """Return what an engine's cache is, by vLLM's names. A device's blocks are vLLM's GPU blocks, also on a CPU."""
     settings = {
@@ -267,7 +271,7 @@ def _configured(config: EngineConfig, capacity: Capacity, geometry: KVGeometry, 
         publishes=config.enable_prefix_caching,
         num_host_blocks=capacity.num_host_blocks,
         num_disk_blocks=geometry.num_blocks(int(config.kv_disk_size * 2**30)) if has_disk else 0,
-        blocks_per_place=max(1, sum(not group.keeps.trims for group in geometry.groups)),
+        blocks_per_place=_blocks_per_place(geometry),
         bytes_per_block=geometry.bytes_per_block,
     )
 

@@ -11,6 +11,7 @@ import threading
 import time
 from array import array
 from collections import OrderedDict
+from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
 from pagefold.events import CacheConfigured
@@ -32,6 +33,8 @@ _MOST_KEYS, _MOST_TENANT_KEYS = 131_072, 4096
 _REACH = 32
 """Logs that are full reach so many times as many lookups back as all tiers have blocks, where that is not too few of
 the device's."""
+_MOST_ANSWERS = 8
+"""Of a request are noted, each with its whole prompt: a log that is full of copies would reach less far."""
 _LEAST_OF_DEVICE = 128
 """So many of the device's blocks are in a sample at least."""
 
@@ -219,7 +222,7 @@ class BlockUses:
         if opened is None:
             return
         now_s = self._clock()
-        for path in filter(None, opened.answers.values()):
+        for path in islice(filter(None, opened.answers.values()), _MOST_ANSWERS):
             for log in (self._all, self._of.get(opened.tenant)):
                 if log is not None:
                     log.use_again(opened.prompt + path, now_s)

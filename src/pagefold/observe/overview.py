@@ -192,7 +192,7 @@ class Overview(Subscriber):
             self._prefixes.back(node)
 
     def _on_cache_configured(self, event: CacheConfigured) -> None:
-        self._block_size, self._policy = event.block_size, event.eviction_policy
+        self._block_size, self._policy, self._follows = event.block_size, event.eviction_policy, ""
 
     def _on_cache_reset(self, event: CacheReset) -> None:  # noqa: ARG002 - it tells nothing but that
         self._prefixes.clear()

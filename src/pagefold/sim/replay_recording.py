@@ -100,11 +100,12 @@ class _Replayer:
         self._evicted: list[int] = []
         self._unknown: dict[tuple[int, int], int] = {}
         self._num_preemptions = self._num_asked = self._num_hit = self._num_evictions = 0
+        each = max(1, sum(not rule.trims for rule in settings.rules))  # blocks of a place of a path
         self._core = KVCore(
             settings.num_blocks,
             block_size=settings.block_size,
             rules=settings.rules,
-            policy=make_policy(settings.eviction_policy, settings.num_blocks),
+            policy=make_policy(settings.eviction_policy, settings.num_blocks // each),
             enable_prefix_caching=settings.enable_prefix_caching,
             pin_limits=PinLimits(settings.max_pinned_share, settings.pin_half_life_s),
             host=HostTier(settings.num_host_blocks) if settings.num_host_blocks else NO_HOST,

@@ -40,8 +40,14 @@ _SINGLE: dict[str, Callable[[], EvictionPolicy]] = {
 AUTO = "auto"
 """The policy that follows others."""
 
-_FOLLOWED = ("learned", "lru", "lfu", "s3-fifo", "2q")
-"""By ``auto``: the default first, and the simple rules that come first somewhere."""
+_FOLLOWED: dict[str, Callable[[float], EvictionPolicy]] = {
+    "learned": Learned,
+    "lru": lambda _: Lru(),
+    "lfu": Lfu,
+    "s3-fifo": lambda _: S3Fifo(),
+    "2q": lambda sample: TwoQueues(sample=sample),
+}
+"""By ``auto``: the default first, and the simple rules that come first somewhere. Each for a share of all blocks."""
 
 POLICIES = (*_SINGLE, AUTO)
 """Names of all policies."""
@@ -55,14 +61,14 @@ def make_policy(name: str, num_blocks: int = 0, emit: Emit = ignore) -> Eviction
 
     Args:
         name: of it.
-        num_blocks: of the cache that it is for; 0 where nobody knows. then ``auto`` looks at all of them.
+        num_blocks: places of paths in the cache that it is for; 0 where nobody knows: ``auto`` looks at all then.
         emit: where ``auto`` says whom it follows.
 
     Raises:
         ConfigError: no policy has that name; lists those there are.
     """
     if name == AUTO:
-        return Auto({each: _SINGLE[each] for each in _FOLLOWED}, num_blocks, emit)
+        return Auto(_FOLLOWED, num_blocks, emit)
     made = _SINGLE.get(DEFAULT_POLICY if name == "default" else name)
     if made is None:
         msg = f"There is no eviction policy {name!r}."

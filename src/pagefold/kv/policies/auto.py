@@ -1,11 +1,11 @@
 """Auto: follows, of several policies, the one that finds most lately, as ghost caches tell, and says when it changes.
 
 Each policy runs a cache of its own that holds no memory, only names. What another would have found beyond the one that
-is followed is the regret; where that is more than chance the other is followed. The idea of N. Megiddo and D. S. Modha,
-"ARC: a self-tuning, low overhead replacement cache", FAST 2003 (ghost lists that tell which side should have had the
-room), taken from two lists to whole policies as in "Driving cache replacement with ML-based LeCaR" (G. Vietri et al.,
-HotStorage 2018), and to small caches of a sample of all blocks as in "Cache modeling and optimization using miniature
-simulations" (C. A. Waldspurger et al., USENIX ATC'17, section 3).
+is followed is the regret; where that is more than chance, the other policy is followed. The idea of N. Megiddo and D.
+S. Modha, "ARC: a self-tuning, low overhead replacement cache", FAST 2003 (ghost lists that tell which side should have
+had the room), taken from two lists to whole policies as in "Driving cache replacement with ML-based LeCaR" (G. Vietri
+et al., HotStorage 2018), and to small caches of a sample of all blocks as in "Cache modeling and optimization using
+miniature simulations" (C. A. Waldspurger et al., USENIX ATC'17, section 3).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _FADE = 0.8
 _FADE_EVERY = 256
 _BETTER = 0.02
 _CHANCE = 2.0
-"""Standard deviations of a count by which another must be better: counts of rare events have their root."""
+"""Standard deviations by which another must be better; that of a difference of counts is the root of their sum."""
 
 _ALL = 2**32
 
@@ -52,34 +52,35 @@ class _Candidate:
         found: blocks that its own cache found, fading.
     """
 
-    def __init__(self, name: str, make: Callable[[], EvictionPolicy]) -> None:
+    def __init__(self, name: str, make: Callable[[float], EvictionPolicy], rate: float) -> None:
         self.name = name
-        self.real = make()
-        self.ghost = GhostCache(make())
+        self.real = make(1.0)
+        self.ghost = GhostCache(make(rate))
         self.found = 0.0
 
 
 class Auto:
     """Evicts as the best policy of late would.
 
-    A block is in the sample by its path's checksum, so it is whenever it is used, and the same in every process.
+    A block is in the sample by the checksum of its path's tokens: whenever it is used, and in every process.
 
     Args:
-        makers: of the policies by name, the first of which is followed until another is better.
-        num_blocks: of the cache; 0 where nobody knows: then ghosts are as large as it.
+        makers: of the policies by name, each for a share of all blocks. The first is followed until another is better.
+        num_blocks: places of paths in the cache; 0 where nobody knows: then ghosts are as large as it.
         emit: where :class:`~pagefold.events.EvictionPolicySwitched` goes; the first one comes at once.
     """
 
     def __init__(
-        self, makers: Mapping[str, Callable[[], EvictionPolicy]], num_blocks: int = 0, emit: Emit = ignore
+        self, makers: Mapping[str, Callable[[float], EvictionPolicy]], num_blocks: int = 0, emit: Emit = ignore
     ) -> None:
-        self._candidates = [_Candidate(name, make) for name, make in makers.items()]
-        self._leader = self._candidates[0]
         self._rate = min(1.0, _GHOST_BLOCKS / max(1, num_blocks))
+        self._candidates = [_Candidate(name, make, self._rate) for name, make in makers.items()]
+        self._leader = self._candidates[0]
         self._bound = int(self._rate * _ALL)
         self._places: dict[Node, int] = {}  # checksum of the path of each node that is there
         self._key = b""
-        self._room = 0  # blocks that were there when one was last evicted
+        self._room = 0  # blocks that were there when one was last evicted; 0 while none had to go
+        self._turn = 0
         self._num_uses = 0
         self._asked = 0.0  # blocks of the sample, fading
         self._emit = emit
@@ -94,7 +95,7 @@ class Auto:
         """Tell all."""
         parent = node.parent
         assert parent is not None, "a root is never inserted"
-        self._places[node] = crc32(node.key, self._places.get(parent) or crc32(parent.key))
+        self._places[node] = crc32(node.key, self._places.get(parent, 0))
         for each in self._candidates:
             each.real.on_insert(node)
 
@@ -112,6 +113,8 @@ class Auto:
         path.reverse()
         if path:
             self._replay(path, facts)
+        if facts.is_repeat:
+            return
         self._num_uses += 1
         if self._num_uses % _FADE_EVERY == 0:
             self._asked *= _FADE
@@ -119,11 +122,15 @@ class Auto:
                 each.found *= _FADE
 
     def on_evict(self, node: Node) -> None:
-        """Tell all."""
+        """Tell all, and ask one in turn for its victim: some put off work until they are asked, which would pile up."""
         self._room = len(self._places)
         del self._places[node]
+        if not self._places:  # all has been dropped
+            self._room = 0
         for each in self._candidates:
             each.real.on_evict(node)
+        self._turn = (self._turn + 1) % len(self._candidates)
+        self._candidates[self._turn].real.victim()
 
     def on_idle(self, node: Node) -> None:
         """Offer ``node`` to all."""
@@ -152,7 +159,7 @@ class Auto:
         if not self._key:
             of_cache = len(path[0].key) // TOKEN_BYTES
             self._key = bytes(TOKEN_BYTES * max(of_cache, min(_MOST_TOKENS, round(of_cache / self._rate))))
-        room = max(round((self._room or len(self._places)) * self._rate), len(path))
+        room = max(round(max(self._room, len(self._places)) * self._rate), len(path)) if self._room else _ALL
         for each in self._candidates:
             num_found = each.ghost.use(path, self._key, facts, room)
             each.found += 0 if facts.is_repeat else num_found
@@ -160,7 +167,7 @@ class Auto:
             return
         self._asked += len(path)
         best, leader = max(self._candidates, key=lambda each: each.found), self._leader
-        if best.found - leader.found > max(_BETTER * leader.found, _CHANCE * sqrt(leader.found)):
+        if best.found - leader.found > max(_BETTER * leader.found, _CHANCE * sqrt(leader.found + best.found)):
             self._leader = best
             shares = best.found / self._asked, leader.found / self._asked
             self._emit(EvictionPolicySwitched(best.name, leader.name, *shares))

@@ -23,12 +23,13 @@ class CountingPolicy(KeyPolicy):
 
     Args:
         key: node to a comparable tuple of numbers; may ask :meth:`num_uses`.
+        sample: share of all blocks that it is told of.
     """
 
-    def __init__(self, key: Callable[[Node], tuple[float, ...]]) -> None:
+    def __init__(self, key: Callable[[Node], tuple[float, ...]], sample: float = 1.0) -> None:
         super().__init__(key)
         self._uses: dict[Node, int] = {}
-        self._ghosts: Ghosts[int] = Ghosts(_GHOSTS_PER_NODE, _LEAST_GHOSTS)
+        self._ghosts: Ghosts[int] = Ghosts(_GHOSTS_PER_NODE, round(sample * _LEAST_GHOSTS))
 
     def num_uses(self, node: Node) -> int:
         """Return how often ``node`` was used."""

@@ -53,8 +53,9 @@ class GhostCache:
             self._busy(found[-1])
             for each in found:
                 each.last_used = self._tick
-                each.num_hits += 1
-            self.policy.on_hit(found)
+                each.num_hits += not facts.is_repeat
+            if not facts.is_repeat:  # of which the cache itself has no hits either
+                self.policy.on_hit(found)
         tail = found[-1] if found else _ROOT
         for node in path[len(found) :]:
             tail = self._insert(tail, node, key)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Generic, TypeVar
 
-__all__ = ["Ghosts"]
+__all__ = ["LEAST_GHOSTS", "Ghosts"]
 
 T = TypeVar("T")
 
-_LEAST = 4096
+LEAST_GHOSTS = 4096
+"""So many may always be remembered, where nothing else is said."""
 
 
 class Ghosts(Generic[T]):
@@ -20,7 +21,7 @@ class Ghosts(Generic[T]):
         least: how many may always be remembered.
     """
 
-    def __init__(self, per_node: float, least: int = _LEAST) -> None:
+    def __init__(self, per_node: float, least: int = LEAST_GHOSTS) -> None:
         self._per_node = per_node
         self._least = least
         self._values: OrderedDict[int, T] = OrderedDict()  # a dict looks for its first entry behind all that have left

@@ -119,12 +119,15 @@ class Learned:
     """Evicts the least worth. Falls back to LRU while that finds more, as a shadow of LRU tells.
 
     Time is counted in uses of all requests, since hours mean nothing to a cache that is idle.
+
+    Args:
+        sample: share of all blocks that it is told of.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, sample: float = 1.0) -> None:
         self._model = ReuseModel()
         self._seen: dict[Node, _Seen] = {}
-        self._ghosts: Ghosts[_Seen] = Ghosts(_GHOSTS_PER_NODE, _LEAST_GHOSTS)
+        self._ghosts: Ghosts[_Seen] = Ghosts(_GHOSTS_PER_NODE, round(sample * _LEAST_GHOSTS))
         self._uses: list[_Use] = []
         self._now = 0
         self._next_fit = _FIRST_FIT

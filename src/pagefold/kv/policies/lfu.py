@@ -12,7 +12,11 @@ __all__ = ["Lfu"]
 
 
 class Lfu(CountingPolicy):
-    """Evicts by number of uses, of equals the least recently used, then the deepest."""
+    """Evicts by number of uses, of equals the least recently used, then the deepest.
 
-    def __init__(self) -> None:
-        super().__init__(lambda node: (self.num_uses(node), node.last_used, -node.depth))
+    Args:
+        sample: share of all blocks that it is told of.
+    """
+
+    def __init__(self, sample: float = 1.0) -> None:
+        super().__init__(lambda node: (self.num_uses(node), node.last_used, -node.depth), sample)

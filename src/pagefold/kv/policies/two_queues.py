@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pagefold.kv.ordered import OrderedNodes
-from pagefold.kv.policies.ghosts import Ghosts
+from pagefold.kv.policies.ghosts import LEAST_GHOSTS, Ghosts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,11 +32,14 @@ class TwoQueues:
     Args:
         in_share: of all blocks that are there, how many may be new ones (Kin; the paper's 25 %).
         ghosts_per_node: how many of those that left are remembered, for each block that is there (Kout; 50 %).
+        sample: share of all blocks that it is told of.
     """
 
-    def __init__(self, in_share: float = _IN_SHARE, ghosts_per_node: float = _GHOSTS_PER_NODE) -> None:
+    def __init__(
+        self, in_share: float = _IN_SHARE, ghosts_per_node: float = _GHOSTS_PER_NODE, sample: float = 1.0
+    ) -> None:
         self._in_share = in_share
-        self._ghosts: Ghosts[bool] = Ghosts(ghosts_per_node)
+        self._ghosts: Ghosts[bool] = Ghosts(ghosts_per_node, round(sample * LEAST_GHOSTS))
         self._is_main: dict[Node, bool] = {}
         self._num_new = 0
         self._new = OrderedNodes()

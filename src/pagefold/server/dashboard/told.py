@@ -11,7 +11,6 @@ from pagefold.observe.timeline import NUM_PIECES, PIECE_S
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from pagefold.kv.transfers import TierUse
     from pagefold.observe.hot_prefixes import HotPrefix
     from pagefold.observe.overview import EndedRequest, Seen
 
@@ -118,7 +117,7 @@ def _slow(seen: Seen) -> list[dict[str, Any]]:
         {
             "name": tier,
             "num_blocks": known[tier].num_blocks if tier in known else None,
-            "now": _room(known.get(tier))
+            "now": _room(tier, seen)
             | {
                 "read": _sum(series["read"].get(tier, ())),
                 "read_bytes": _sum(series["read_bytes"].get(tier, ())),
@@ -136,8 +135,9 @@ def _slow(seen: Seen) -> list[dict[str, Any]]:
     ]
 
 
-def _room(use: TierUse | None) -> dict[str, int]:
+def _room(tier: str, seen: Seen) -> dict[str, int]:
     """Return how many blocks a slow tier has, and has room for; nothing where it does not know."""
+    use = seen.status.tier_uses.get(tier)
     return {} if use is None else {"cached": use.num_held, "free": max(0, use.num_blocks - use.num_held)}
 
 
