@@ -104,14 +104,19 @@ class Machine:
             assert self.runner.read_row(plan, row) == expected, f"{request} reads what is not its own"
         rows, self.corrupt = [row for row in range(plan.num_rows) if self.corrupt >> row & 1], 0
         corrupted = [self.scheduler.in_step[row] for row in rows]
+        bad, good = set(), set()
+        for request in self.scheduler.in_step:
+            (bad if request in corrupted else good).update(request.cache.all_block_ids())
         self.scheduler.apply(replace(result, corrupted=rows))
         self.forget(self.scheduler.distrusted)
         for request in corrupted:
             assert request.finish_reason is not None
             hit = self.core.match(NAMESPACE, request.packed(), request.num_tokens)
-            assert not hit.nodes
+            found = {block.block_id for node in hit.nodes for block in node.all_blocks if block is not None}
+            assert found <= good - bad, "only who computed the same himself has published it"
             assert not hit.held
-            self.check_forgotten(request)
+            if not found:
+                self.check_forgotten(request)
         self._check_outputs()
 
     def corrupt_next(self, which):
