@@ -13,7 +13,7 @@ from pagefold.events import CacheConfigured
 from pagefold.kv import POLICIES, Namespace, make_policy
 from pagefold.observe import block_uses
 from pagefold.observe.block_uses import BlockUses
-from pagefold.observe.whatif import TIMES, asked_of, ghost_ratios, lru_curve_of
+from pagefold.observe.whatif import TIMES, asked_of, ghost_ratios, lru_curve_of, other_policies
 
 SIZE = 4
 
@@ -159,3 +159,17 @@ def test_a_failure_ends_the_curve_and_nothing_else(monkeypatch, caplog):
     assert not house.ledger.has_failed
     assert caplog.text.count("no curve is told from now on") == 1
     assert len(house.ledger.uses.told(None).uses.uses) == 1
+
+
+@pytest.mark.parametrize("num_prompts", [1, 5, 40])
+def test_ghosts_in_a_cache_that_is_far_too_large_find_nothing_new(num_prompts: int) -> None:
+    """Of so few blocks none may be in the sample, or one where less than one was to be expected."""
+    random = Random(num_prompts)
+    uses = BlockUses(lambda: 0.0)
+    uses.begin(CacheConfigured({}, num_blocks=32_219, block_size=16))
+    for number in range(num_prompts):
+        uses.look_up(number, "", [random.getrandbits(64) for _ in range(2)], 33)
+    told = uses.told(None)
+    curve = lru_curve_of(told.uses, 16)
+    for policy, ratios in ghost_ratios(told.uses, curve, other_policies("lru"), 32_219).items():
+        assert ratios == [0.0] * len(TIMES), policy

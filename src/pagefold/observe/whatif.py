@@ -103,16 +103,18 @@ def ghost_ratios(
     fewer = uses.sampled(GHOST_BLOCKS / max(1, num_blocks), _MOST_GHOST_KEYS)
     near = lru_curve_of(fewer, block_size)
     asked = asked_of(fewer)
-    expected = max(1.0, asked.num_blocks * fewer.rate)
+    expected = round(asked.num_blocks * fewer.rate)  # by which curve_of() corrects the sample too
     num_looked_at = sum(len(use.keys) for use in fewer.counted if use.is_lookup)
-    extra = expected - num_looked_at if fewer.rate < 1 else 0.0  # as curve_of() counts it
+    extra = expected - num_looked_at if fewer.rate < 1 else 0
+    full_share = _full_share(asked, block_size)
     found: dict[str, list[float]] = {}
     for policy in policies:
         found[policy] = []
         for times in TIMES:
             size = max(1, round(times * num_blocks * fewer.rate))
             num_found = _play(fewer, policy, size, block_size, pause)
-            ratio = min(1.0, max(0.0, (num_found + extra) / expected)) * _full_share(asked, block_size)
+            found_share = (num_found + extra) / expected if expected else 0.0
+            ratio = min(1.0, max(0.0, found_share)) * full_share
             tokens = round(times * num_blocks) * block_size
             of_fewer = near.at(round(size / fewer.rate) * block_size)
             found[policy].append(min(1.0, max(0.0, curve.at(tokens) + ratio - of_fewer)))
