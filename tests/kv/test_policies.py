@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from pagefold.events import Event
-    from pagefold.kv import EvictionPolicy
+    from pagefold.kv import EvictionPolicy, SequenceCache
     from pagefold.kv.block import Node
 
 NS = b"n"
@@ -38,6 +38,16 @@ NS = b"n"
 
 def pack(tokens: Sequence[int]) -> bytes:
     return array("i", tokens).tobytes()
+
+
+def cached(core: KVCore, tokens: bytes, num_tokens: int) -> SequenceCache:
+    """Look up a prompt, compute what was not found, and publish it; return what holds it."""
+    cache, start = core.acquire(core.match(NS, tokens, num_tokens))
+    assert core.extend(cache, start, num_tokens)
+    promise = core.publishing.promise(cache, tokens, num_tokens)
+    if promise is not None:
+        core.publishing.commit(promise)
+    return cache
 
 
 def path_of(node: Node) -> tuple[bytes, ...]:
@@ -421,12 +431,7 @@ def test_operations_an_eviction_do_not_grow_with_the_cache(name: str, monkeypatc
         for prompt in range(num_blocks // 8):
             for _ in range(1 + prompt % 3 % 2):
                 tokens = pack(range(prompt * 8, prompt * 8 + 8))
-                cache, start = core.acquire(core.match(NS, tokens, 8))
-                assert core.extend(cache, start, 8)
-                promise = core.publishing.promise(cache, tokens, 8)
-                if promise is not None:
-                    core.publishing.commit(promise)
-                core.release(cache)
+                core.release(cached(core, tokens, 8))
         Counting.num_operations = 0
         num_evicted = core.blocks.reclaim(num_blocks // 2)
         per_eviction.append(Counting.num_operations / num_evicted)
@@ -744,11 +749,7 @@ def test_repeats_are_no_uses() -> None:
     core = KVCore(64, block_size=2, policy=policy)
     for turn in range(2):
         tokens = pack([1, 2, 3, 4])
-        cache, start = core.acquire(core.match(NS, tokens, 4))
-        assert core.extend(cache, start, 4)
-        promise = core.publishing.promise(cache, tokens, 4)
-        if promise is not None:
-            core.publishing.commit(promise)
+        cache = cached(core, tokens, 4)
         samples = [core.fork(cache) for _ in range(7)]
         core.release(cache)
         for sample in samples:
@@ -783,11 +784,8 @@ def test_what_was_dropped_makes_no_ghost_small(drop: str) -> None:
     before = [len(each.ghost) for each in policy._candidates]
     for prompt in range(4):
         tokens = pack([50 + prompt] * 6)
-        cache, start = core.acquire(core.match(NS, tokens, 6))
-        assert core.extend(cache, start, 6)
-        promise = core.publishing.promise(cache, tokens, 6)
-        assert promise is not None
-        core.publishing.commit(promise)
+        cache = cached(core, tokens, 6)
+        assert cache.num_published, "it is new"
         core.release(cache)
     new = len(policy._places)
     assert new > 8
@@ -800,12 +798,7 @@ def test_a_policy_that_takes_over_has_put_off_no_work(monkeypatch: pytest.Monkey
     core = KVCore(128, block_size=1, policy=policy)
     for prompt in [*range(40)] * 4:
         tokens = pack([prompt, 1])
-        cache, start = core.acquire(core.match(NS, tokens, 2))
-        assert core.extend(cache, start, 2)
-        promise = core.publishing.promise(cache, tokens, 2)
-        if promise is not None:
-            core.publishing.commit(promise)
-        core.release(cache)
+        core.release(cached(core, tokens, 2))
     core.blocks.reclaim(8)
     assert policy.leader == "lru"
     s3_fifo = policy._candidates[1].real
@@ -823,12 +816,7 @@ def test_auto_looks_at_few_blocks_of_a_large_cache() -> None:
     core = KVCore(4000, block_size=1, policy=policy)
     for prompt in range(60):
         tokens = pack(range(prompt * 64, prompt * 64 + 64))
-        cache, start = core.acquire(core.match(NS, tokens, 64))
-        assert core.extend(cache, start, 64)
-        promise = core.publishing.promise(cache, tokens, 64)
-        if promise is not None:
-            core.publishing.commit(promise)
-        core.release(cache)
+        core.release(cached(core, tokens, 64))
     sizes = {len(each.ghost) for each in policy._candidates}
     assert len(sizes) == 1
     assert 10 < sizes.pop() < 90  # 39 of 3,840 are expected

@@ -33,6 +33,7 @@ from pagefold.kv import (
     PinLimits,
     Residuals,
     SlowTiers,
+    blocks_per_place,
     make_policy,
 )
 from pagefold.memory.capacity import human_bytes
@@ -155,17 +156,18 @@ def _assemble(
             geometry.bytes_per_block,
             geometry.block_size,
             compute_s_per_token=compute_s,
-            blocks_per_place=_blocks_per_place(geometry),
+            blocks_per_place=blocks_per_place(group.keeps for group in geometry.groups),
         )
         if measure_link is not None:
             measure_link(arbiter, say)
         slow = _slow_tiers(config, host, arbiter, stores, say)
-    emit(_configured(config, capacity, geometry, has_stores=slow.is_on))
+    configured = _configured(config, capacity, geometry, has_stores=slow.is_on)
+    emit(configured)
     core = KVCore(
         capacity.num_blocks,
         block_size=config.block_size,
         rules=[group.keeps for group in geometry.groups],
-        policy=make_policy(config.eviction_policy, capacity.num_blocks // _blocks_per_place(geometry), emit),
+        policy=make_policy(config.eviction_policy, capacity.num_blocks // configured.blocks_per_place, emit),
         enable_prefix_caching=config.enable_prefix_caching,
         pin_limits=PinLimits(config.max_pinned_share, config.pin_half_life_s),
         host=host,
@@ -244,11 +246,6 @@ def _drafting(
     return Drafting(scheduler, config.speculative_config, drafter_for, costs, most)
 
 
-def _blocks_per_place(geometry: KVGeometry) -> int:
-    """Return how many blocks a place of a path takes: one of each cache group that keeps all."""
-    return max(1, sum(not group.keeps.trims for group in geometry.groups))
-
-
 def _configured(config: EngineConfig, capacity: Capacity, geometry: KVGeometry, *, has_stores: bool) -> CacheConfigured:
     """Return what an engine's cache is, by vLLM's names. A device's blocks are vLLM's GPU blocks, also on a CPU."""
     settings = {
@@ -271,7 +268,7 @@ def _configured(config: EngineConfig, capacity: Capacity, geometry: KVGeometry, 
         publishes=config.enable_prefix_caching,
         num_host_blocks=capacity.num_host_blocks,
         num_disk_blocks=geometry.num_blocks(int(config.kv_disk_size * 2**30)) if has_disk else 0,
-        blocks_per_place=_blocks_per_place(geometry),
+        blocks_per_place=blocks_per_place(group.keeps for group in geometry.groups),
         bytes_per_block=geometry.bytes_per_block,
     )
 

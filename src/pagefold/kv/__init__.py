@@ -10,7 +10,7 @@ from pagefold.kv.eviction import EvictionPolicy, KeyPolicy, RequestFacts
 from pagefold.kv.fetches import Fetch
 from pagefold.kv.geometry import CacheGroup, CacheLayout, KVGeometry, LayerKV, lay_out
 from pagefold.kv.host_tier import NO_HOST, HostTier
-from pagefold.kv.keep import KEEP_ALL, NO_MASK, KeepRule
+from pagefold.kv.keep import KEEP_ALL, NO_MASK, KeepRule, blocks_per_place
 from pagefold.kv.names import BlockName, root_digest
 from pagefold.kv.namespace import Namespace
 from pagefold.kv.ops import NO_HOST_OPS, CopyOp, FetchOp, HostOps, LoadOp, ResidualCopy, StoreOp, WriteOp
@@ -83,6 +83,7 @@ __all__ = [
     "WriteOp",
     "WritePolicy",
     "audit",
+    "blocks_per_place",
     "lay_out",
     "make_policy",
     "max_hot_blocks_of",

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from pagefold.kv.table import num_blocks_for
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
-__all__ = ["KEEP_ALL", "NO_MASK", "KeepRule"]
+__all__ = ["KEEP_ALL", "NO_MASK", "KeepRule", "blocks_per_place"]
 
 NO_MASK = -1
 """The mask of a sequence that keeps all, where others have chunks packed. Others are numbered from 0 on."""
@@ -144,3 +144,8 @@ class KeepRule:
 
 KEEP_ALL = KeepRule()
 """The rule of full attention."""
+
+
+def blocks_per_place(rules: Iterable[KeepRule]) -> int:
+    """Return how many blocks a place of a path takes: one of each cache group that keeps all, by the groups' rules."""
+    return max(1, sum(not rule.trims for rule in rules))

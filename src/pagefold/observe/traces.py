@@ -210,11 +210,10 @@ class Traces(Subscriber):
         self._forget(trace)
         if self._is_closed:
             return
-        if trace.http is not None and self._num_handed >= _MOST_WAITING:
-            return
         if trace.http is not None:  # making spans takes a third of a millisecond, which the engine's thread has not
-            self._num_handed += 1
-            self._writer.submit(self._write_handed, trace)
+            if self._num_handed < _MOST_WAITING:
+                self._num_handed += 1
+                self._writer.submit(self._write_handed, trace)
             return
         self._waiting[trace.request_id] = trace
         while len(self._waiting) > _MOST_WAITING:

@@ -12,7 +12,17 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pagefold.events import BlockEvicted, PrefixLookup, RequestPreempted
-from pagefold.kv import NO_HOST, NO_RESIDUALS, HostTier, KVCore, PinLimits, Residuals, audit, make_policy
+from pagefold.kv import (
+    NO_HOST,
+    NO_RESIDUALS,
+    HostTier,
+    KVCore,
+    PinLimits,
+    Residuals,
+    audit,
+    blocks_per_place,
+    make_policy,
+)
 from pagefold.request import Request, StopRule, WarmUp
 from pagefold.sampling import SamplingParams
 from pagefold.scheduler import SCHEDULING_POLICIES, Scheduler, SchedulerLimits
@@ -100,12 +110,12 @@ class _Replayer:
         self._evicted: list[int] = []
         self._unknown: dict[tuple[int, int], int] = {}
         self._num_preemptions = self._num_asked = self._num_hit = self._num_evictions = 0
-        each = max(1, sum(not rule.trims for rule in settings.rules))  # blocks of a place of a path
+        num_places = settings.num_blocks // blocks_per_place(settings.rules)
         self._core = KVCore(
             settings.num_blocks,
             block_size=settings.block_size,
             rules=settings.rules,
-            policy=make_policy(settings.eviction_policy, settings.num_blocks // each),
+            policy=make_policy(settings.eviction_policy, num_places),
             enable_prefix_caching=settings.enable_prefix_caching,
             pin_limits=PinLimits(settings.max_pinned_share, settings.pin_half_life_s),
             host=HostTier(settings.num_host_blocks) if settings.num_host_blocks else NO_HOST,

@@ -15,7 +15,7 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from pagefold.errors import ConfigError
-from pagefold.kv import KEEP_ALL, NO_HOST, NO_SLOW_TIERS, Arbiter, HostTier, LinkModel, SlowTiers
+from pagefold.kv import KEEP_ALL, NO_HOST, NO_SLOW_TIERS, Arbiter, HostTier, LinkModel, SlowTiers, blocks_per_place
 from pagefold.kv.transfers import Fetched, Found, MissCause, TierUse, Written
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ class TierModel:
             self.block_bytes(block_size, len(rules)),
             block_size,
             compute_s_per_token=compute_s_per_token,
-            blocks_per_place=max(1, sum(not rule.trims for rule in rules)),
+            blocks_per_place=blocks_per_place(rules),
         )
         arbiter.links[DISK] = LinkModel(self.disk_latency_s, self.disk_bytes_per_s)
         return SlowTiers(host, self.write_policy, arbiter)
