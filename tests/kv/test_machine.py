@@ -34,6 +34,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from until_seen import IN_FULL, until_seen
 
 from pagefold.events import BlockEvicted, BlocksPublished, BlocksReused, CacheReset, Event, HostTransfer, PinDropped
 from pagefold.kv import (
@@ -1178,39 +1179,43 @@ def test_random_operations_without_caching() -> None:
     assert "allocation" not in seen
 
 
-def test_what_is_worth_testing_happens() -> None:
+WORTH_TESTING = (
+    "allocation",
+    "beyond the quota",
+    "copy-on-write",
+    "damaged block",
+    "duplicate at promise",
+    "duplicate still in flight at commit",
+    "expired pin",
+    "failed step with copies",
+    "joined at commit",
+    "lean on a promise",
+    "loaded block",
+    "lost store",
+    "memory short",
+    "no block for a held one",
+    "nothing to pin",
+    "partial match",
+    "pin given up for memory",
+    "pin that gains nothing",
+    "preemption",
+    "renewed pin",
+    "reset with open promises",
+    "reset with pins",
+    "stale held block",
+    "stale hit",
+    "stored block",
+)
+
+
+@IN_FULL
+def test_what_is_worth_testing_happens(in_full: bool) -> None:
     """A control: the driver reaches the corners that it exists for."""
     seen: Counter[str] = Counter()
-    for seed in range(8):
+    for seed in until_seen(range(8), seen, WORTH_TESTING, in_full=in_full):
         seen.update(random_operations(seed, 1500, "lru", variety=1))
         seen.update(random_operations(seed, 900, "lru", num_host_blocks=(4, 9, 40)[seed % 3]))
-    for what in (
-        "allocation",
-        "beyond the quota",
-        "copy-on-write",
-        "damaged block",
-        "duplicate at promise",
-        "duplicate still in flight at commit",
-        "expired pin",
-        "failed step with copies",
-        "joined at commit",
-        "lean on a promise",
-        "loaded block",
-        "lost store",
-        "memory short",
-        "no block for a held one",
-        "nothing to pin",
-        "partial match",
-        "pin given up for memory",
-        "pin that gains nothing",
-        "preemption",
-        "renewed pin",
-        "reset with open promises",
-        "reset with pins",
-        "stale held block",
-        "stale hit",
-        "stored block",
-    ):
+    for what in WORTH_TESTING:
         assert seen[what] > 0, f"{what} never happened: {seen}"
 
 

@@ -17,6 +17,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from until_seen import IN_FULL, until_seen
 
 from pagefold.kv import (
     KEEP_ALL,
@@ -517,23 +518,25 @@ EVENTS = {
 
 
 @pytest.mark.parametrize("policy", WRITE_POLICIES)
-def test_random_walks_meet_everything(policy):
+@IN_FULL
+def test_random_walks_meet_everything(policy, in_full):
     seen = Counter()
-    for seed, num_host in enumerate((2, 6, 12, 20)):
-        seen.update(walk(seed, 700, policy, num_host))
+    asked = EVENTS if policy == "write_back" else {*EVENTS, "live store"}
+    for seed in until_seen(range(4), seen, asked, in_full=in_full):
+        seen.update(walk(seed, 700, policy, (2, 6, 12, 20)[seed]))
     missing = EVENTS - (+seen).keys()
     assert not missing, f"never seen: {missing}"
     assert (seen["live store"] > 0) == (policy != "write_back")
 
 
 @pytest.mark.parametrize("name", GROUPS)
-def test_random_walks_with_several_groups_meet_everything(name):
-    seen = Counter()
-    for seed, (num_host, policy) in enumerate(zip((2, 6, 12), WRITE_POLICIES, strict=True)):
-        seen.update(walk(seed, 1000, policy, num_host, GROUPS[name]))
-    missing = EVENTS - (+seen).keys()
-    if any(rule.trims for rule in GROUPS[name]):
-        missing |= {"trimmed", "whole", "a part, of no use"} - (+seen).keys()
+@IN_FULL
+def test_random_walks_with_several_groups_meet_everything(name, in_full):
+    seen, trims = Counter(), any(rule.trims for rule in GROUPS[name])
+    asked = EVENTS | {"trimmed", "whole", "a part, of no use"} if trims else EVENTS
+    for seed in until_seen(range(3), seen, asked, in_full=in_full):
+        seen.update(walk(seed, 1000, WRITE_POLICIES[seed], (2, 6, 12)[seed], GROUPS[name]))
+    missing = asked - (+seen).keys()
     assert not missing, f"never seen: {missing}"
 
 

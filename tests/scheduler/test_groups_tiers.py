@@ -13,6 +13,7 @@ from random import Random
 import pytest
 from scheduler.test_streaming import NAMESPACE, SIZE, STREAMS, operate, request_of
 from scheduler.test_streaming_tiers import TieredMachine
+from until_seen import IN_FULL, until_seen
 
 from pagefold.events import TierRead
 from pagefold.kv import KEEP_ALL, KeepRule, LinkModel
@@ -88,11 +89,13 @@ def random_operations(seed, name, num_operations):
 
 
 @pytest.mark.parametrize("name", GROUPS)
-def test_random_operations(name):
+@IN_FULL
+def test_random_operations(name, in_full):
     seen = Counter()
-    for seed in range(6):
+    asked = {DISK, "loaded", "gone on from host", f"gone on from {DISK}"}
+    for seed in until_seen(range(6), seen, asked, in_full=in_full):
         seen += random_operations(seed, name, 250)
-    missing = {DISK, "loaded", "gone on from host", f"gone on from {DISK}"} - seen.keys()
+    missing = asked - seen.keys()
     assert not missing, f"never seen: {missing} in {seen}"
 
 

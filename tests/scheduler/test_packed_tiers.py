@@ -15,6 +15,7 @@ from hashlib import blake2b
 from random import Random
 
 import pytest
+from until_seen import IN_FULL, until_seen
 
 from pagefold.events import TierRead
 from pagefold.kv import NO_MASK, Arbiter, ChunkNotes, HostTier, KeepRule, KVCore, LinkModel, Packed, SlowTiers, audit
@@ -267,13 +268,15 @@ def _random_house(seed: str, name: str) -> House:
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_random_operations(name):
+@IN_FULL
+def test_random_operations(name, in_full):
     seen: Counter[str] = Counter()
-    for seed in range(8):
+    asked = {DISK, "waited for", f"read from {DISK}"}
+    for seed in until_seen(range(8), seen, asked, in_full=in_full):
         house = _random_house(seed, name)
         house.operate(300)
         seen += house.seen
-    missing = {DISK, "waited for", f"read from {DISK}"} - seen.keys()
+    missing = asked - seen.keys()
     assert not missing, f"never seen: {missing} in {seen}"
 
 

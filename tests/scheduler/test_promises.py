@@ -12,6 +12,7 @@ from random import Random
 
 import pytest
 from content_device import DAMAGED, NAN, ContentDevice, DeviceError, Faults, entries, output_of
+from until_seen import IN_FULL
 
 from pagefold.kv import NO_HOST, POLICIES, HostTier, KVCore, audit, make_policy
 from pagefold.request import Request, StopRule
@@ -322,8 +323,9 @@ def run_worlds(kind: str, num_operations: int, first_seed: int) -> Counter[str]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_promises_are_kept(kind):
-    run_worlds(kind, 1_500, first_seed=0)
+@IN_FULL
+def test_promises_are_kept(kind, in_full):
+    run_worlds(kind, 1_500 if in_full else 500, first_seed=0)
 
 
 @pytest.mark.long

@@ -41,6 +41,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from until_seen import IN_FULL, until_seen
 
 from pagefold.events import DraftsVerified, Event, PinDropped, PrefixLookup, RequestPreempted, StepApplied
 from pagefold.kv import (
@@ -1203,26 +1204,39 @@ def test_hypothesis_finds_nothing() -> None:
 
 
 @pytest.mark.parametrize("policy", ["lru", "lfu", "fifo"])
-def test_random_operations(policy: str) -> None:
-    """Some 10^4 operations over all policies, in 8 setups each."""
-    for seed in range(8):
+@IN_FULL
+def test_random_operations(policy: str, in_full: bool) -> None:
+    """In full some 10^4 operations over all policies, in 8 setups each."""
+    for seed in range(8 if in_full else 3):
         random_operations(seed, 400, policy)
 
 
-@pytest.mark.parametrize("seals", [False, True], ids=["", "sealed"])
-@pytest.mark.parametrize("rules", GROUPS, ids=str)
+@pytest.mark.parametrize(
+    ("rules", "seals"),
+    [
+        pytest.param(
+            rules,
+            seals,
+            id=f"{rules}-sealed" if seals else str(rules),
+            marks=[] if place % 2 == seals else [pytest.mark.long],
+        )
+        for place, rules in enumerate(GROUPS)
+        for seals in (False, True)
+    ],
+)
 def test_random_operations_with_several_groups(rules: tuple[KeepRule, ...], seals: bool) -> None:
     """The same where groups keep windows, and give blocks back while requests run; also where blocks are sealed."""
     random_operations(0, 200, "lru", rules, seals=seals)
 
 
 @pytest.mark.parametrize("rules", PACKING, ids=str)
-def test_random_operations_where_chunks_are_packed(rules: tuple[KeepRule, ...]) -> None:
+@IN_FULL
+def test_random_operations_where_chunks_are_packed(rules: tuple[KeepRule, ...], in_full: bool) -> None:
     """The same where what was kept of older chunks is packed."""
     seen: Counter[str] = Counter()
-    for seed in range(4):
-        seen += random_operations(80 + seed, 400, "lru", rules, seals=False)
     asked = "packed", "ahead", "not ahead: chunks are packed", "begins packed", "begins with what others would pack"
+    for seed in until_seen(range(80, 84), seen, asked, in_full=in_full):
+        seen += random_operations(seed, 400, "lru", rules, seals=False)
     assert min(seen[what] for what in asked) > 0
 
 
@@ -1235,21 +1249,23 @@ def test_very_many_random_operations_where_chunks_are_packed(rules: tuple[KeepRu
 
 
 @pytest.mark.parametrize("rules", GROUPS[1:], ids=str)
-def test_who_loses_a_block_that_was_not_sealed_finds_its_windows(rules: tuple[KeepRule, ...]) -> None:
+@IN_FULL
+def test_who_loses_a_block_that_was_not_sealed_finds_its_windows(rules: tuple[KeepRule, ...], in_full: bool) -> None:
     """With nothing published, so that it is for their sake alone that the windows are there."""
     seen: Counter[str] = Counter()
-    for seed in range(4):
+    for seed in until_seen(range(4), seen, ["lost what was not sealed"], in_full=in_full):
         seen += random_operations(seed, 400, "lru", rules, seals=True, enable_prefix_caching=False)
     assert seen["lost what was not sealed"] > 0
 
 
 @pytest.mark.parametrize("rules", [(KEEP_ALL,), *GROUPS, *PACKING], ids=str)
-def test_random_operations_with_a_host_tier(rules: tuple[KeepRule, ...]) -> None:
+@IN_FULL
+def test_random_operations_with_a_host_tier(rules: tuple[KeepRule, ...], in_full: bool) -> None:
     """What is evicted comes back from the host, in a step that may be planned behind another, and may fail."""
     seen: Counter[str] = Counter()
-    for seed in range(4):
+    for seed in until_seen(range(50, 54), seen, ["host hit"], in_full=in_full):
         changes = {"seals": False} if rules in PACKING else {}
-        seen += random_operations(50 + seed, 400, "lru", rules, has_host=True, **changes)
+        seen += random_operations(seed, 400, "lru", rules, has_host=True, **changes)
     assert seen["host hit"], "nothing ever came back"
 
 
