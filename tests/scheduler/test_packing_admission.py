@@ -14,6 +14,8 @@ from pagefold.steps import StepPlan, StepResult
 SIZE, CHUNK = 16, 256
 RULE = KeepRule(CHUNK, is_chunked=True, num_before=1, packs=True)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=None)
+AUDITS = pytest.mark.parametrize("audits_every", [8, pytest.param(1, marks=pytest.mark.long)])
+"""Decorator of a test of many steps with many requests, whose audits take most of the time."""
 
 
 class World:
@@ -22,14 +24,16 @@ class World:
     Args:
         num_blocks, budget: of the device, and tokens a step.
         num_kept: blocks of a chunk that stay, of 16; for each mask so many, where there are several.
+        audits_every: so many steps the invariants are looked at, and behind the last one.
     """
 
-    def __init__(self, num_blocks: int, budget: int, *num_kept: int) -> None:
+    def __init__(self, num_blocks: int, budget: int, *num_kept: int, audits_every: int = 1) -> None:
         self.events: list[object] = []
         self.core = KVCore(num_blocks, block_size=SIZE, rules=[RULE], pin_limits=PinLimits(0.5))
         self.scheduler = Scheduler(self.core, SchedulerLimits(16, budget), emit=self.events.append)
         self.num_kept = num_kept
         self.num_added = 0
+        self.audits_every, self.num_steps = audits_every, 0
 
     def add(self, length: int, num_outputs: int = 1, *, pins: bool = False, mask: int = 0) -> Request:
         self.num_added += 1
@@ -50,7 +54,9 @@ class World:
                 for row, granted in zip(plan.packing_rows, plan.granted, strict=True)
             ]
             self.scheduler.apply(StepResult([0] * len(plan.sampling_rows), packed=packed))
-        audit(self.core)
+        self.num_steps += 1
+        if self.num_steps % self.audits_every == 0 or not self.scheduler.has_work:
+            audit(self.core)
         return plan
 
     def run(self) -> None:
@@ -75,10 +81,11 @@ def test_nobody_waits_for_what_pins_keep(budget):
     world.run()
 
 
-def test_more_run_where_little_is_kept():
+@AUDITS
+def test_more_run_where_little_is_kept(audits_every):
     most = {}
     for num_kept in (4, 16):
-        world = World(700, 512, num_kept)
+        world = World(700, 512, num_kept, audits_every=audits_every)
         for _ in range(12):
             world.add(1900, 100)
         most[num_kept] = 0
@@ -115,9 +122,10 @@ def test_admission_counts_no_more_than_such_a_step_takes():
     assert most == 3
 
 
-def test_whoever_has_given_blocks_back_is_expected_to_take_no_others_for_them():
+@AUDITS
+def test_whoever_has_given_blocks_back_is_expected_to_take_no_others_for_them(audits_every):
     """What a request held whole and has packed since is no room that it takes yet: so many run as there is room for."""
-    world, running = World(800, 512, 5), []
+    world, running = World(800, 512, 5, audits_every=audits_every), []
     for _ in range(2):  # it is known how much is kept
         world.add(2000)
         world.run()
@@ -158,8 +166,9 @@ def test_what_is_expected_of_one_mask_says_nothing_of_another():
     assert needs[1] < min(needs[0], needs[2]) < 700
 
 
-def test_who_runs_short_of_what_was_expected_is_preempted_and_ends():
-    world = World(300, 512, 2)
+@AUDITS
+def test_who_runs_short_of_what_was_expected_is_preempted_and_ends(audits_every):
+    world = World(300, 512, 2, audits_every=audits_every)
     for _ in range(2):
         world.add(2000)
         world.run()
