@@ -175,7 +175,10 @@ def test_help_and_table_know_it(script, monkeypatch, capsys):
     assert f"| `{script}` |" in (EXAMPLES / "README.md").read_text()
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize(
+    "script",
+    [pytest.param(each, marks=[] if each in {"chat.py", "batch.py"} else [pytest.mark.long]) for each in SCRIPTS],
+)
 def test_a_server_that_is_not_there(script, requests, tmp_path):
     arguments = {"chat.py": ["--once", "a"], "batch.py": [str(requests), str(tmp_path / "answers.jsonl")]}
     ended = run(script, "--url", "http://127.0.0.1:9/v1", *arguments.get(script, []))

@@ -71,7 +71,9 @@ def test_sigterm_drains(tiny_process):
     assert ready.startswith(f"ready on {server.url} (model tiny) after ")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGTERM, marks=pytest.mark.long), signal.SIGINT], ids=lambda number: number.name
+)
 def test_a_second_signal_stops_at_once(tiny_process, number):
     server = tiny_process
     with server.http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as response:
@@ -243,7 +245,7 @@ def _changed(folder: Path, to: Path, **fields: object) -> Path:
         pytest.param("unknown class", ["no_such_model"], marks=pytest.mark.long),
         pytest.param("length", ["max_model_len is 8193", "at most 8192"], marks=pytest.mark.long),
         pytest.param("rope", ["llama", "rope of type dynamic"], marks=pytest.mark.long),
-        ("block size", ["block_size is 17", "power of two"]),
+        pytest.param("block size", ["block_size is 17", "power of two"], marks=pytest.mark.long),
         pytest.param("dtype", ["int3", "bfloat16"], marks=pytest.mark.long),
         pytest.param("log level", ["log_level is 'loud'", "warning"], marks=pytest.mark.long),
     ],

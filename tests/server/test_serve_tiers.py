@@ -113,7 +113,9 @@ def test_one_server_a_folder(tmp_path):
         pytest.param(
             ("--kv-disk-path", "{folder}", "--kv-disk-size", "1e9"), "bytes less than", marks=pytest.mark.long
         ),
-        (("--kv-disk-path", "{folder}", "--kv-disk-size", "0"), "kv_disk_size is 0"),
+        pytest.param(
+            ("--kv-disk-path", "{folder}", "--kv-disk-size", "0"), "kv_disk_size is 0", marks=pytest.mark.long
+        ),
         pytest.param(("--kv-disk-path", "{folder}", "--kv-disk-size", "0.001"), "small", marks=pytest.mark.long),
         pytest.param(("--kv-remote-url", "ftp://127.0.0.1"), "no remote store", marks=pytest.mark.long),
         pytest.param(("--kv-remote-required",), "there is no kv_remote_url", marks=pytest.mark.long),
