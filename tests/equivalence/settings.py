@@ -11,7 +11,7 @@ from equivalence.suite import Counts, Setting
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
-__all__ = ["SETTINGS", "deal", "deal_one_each", "long_but", "some_long"]
+__all__ = ["SETTINGS", "deal", "deal_one_each", "long_but", "pairs_but", "some_long"]
 
 SETTINGS = (
     Setting(name="alone", arrivals="alone", at_least=Counts(num_hit_tokens=100)),
@@ -244,6 +244,24 @@ def deal(families: Iterable[str], settings: Iterable[Setting] = SETTINGS, *, eve
 def long_but(quick: Collection[object], cases: Iterable[object]) -> list:
     """Return cases for pytest; those that are not in ``quick`` only the long form runs."""
     return [pytest.param(case, marks=[] if case in quick else [pytest.mark.long]) for case in cases]
+
+
+def pairs_but(quick: Mapping[str, Collection[str]], others: Iterable[str], settings: Iterable[Setting]) -> list:
+    """Return every pair of something else and a setting for pytest.
+
+    Only those of ``quick``, which has the names of settings for each of the others, are not long.
+    """
+    settings = list(settings)
+    return [
+        pytest.param(
+            other,
+            setting,
+            id=f"{other}-{setting.name}",
+            marks=[] if setting.name in quick.get(other, ()) else [pytest.mark.long],
+        )
+        for other in others
+        for setting in settings
+    ]
 
 
 def some_long(settings: Iterable[Setting], long_names: Collection[str]) -> list:

@@ -16,7 +16,7 @@ from equivalence.coded_cases import constants_for
 from equivalence.drafted import DraftCounts, RandomDrafting, drafted, drafting_by, drafting_by_model, known_by
 from equivalence.overlapped_loop import build_overlapped
 from equivalence.prompts import short_prompts
-from equivalence.settings import SETTINGS, some_long
+from equivalence.settings import SETTINGS, pairs_but, some_long
 from equivalence.suite import Setting, Trial, Workload, cached_blocks
 from equivalence.test_structured import Run, requests_of
 from equivalence.tiny_models import VOCAB_SIZE
@@ -39,6 +39,14 @@ SOME = [setting for number, setting in enumerate(ALL) if number % 3 == 0 or sett
 FEW = [setting for setting in ALL if setting.name in {"warm", "failed steps, chunks of 17, warm", "everything at once"}]
 
 
+CODES = {
+    "kivi2": {"kv_cache_dtype": "kivi2"},
+    "int8": {"kv_cache_dtype": "int8_per_token_head"},
+    "streaming_llm": {"streaming_llm": 40},
+    "kivi2-streaming_llm": {"kv_cache_dtype": "kivi2", "streaming_llm": 40},
+}
+
+
 def run(trial: Trial, references, counts: DraftCounts) -> None:
     trial.run()
     trial.assert_exact(references)
@@ -58,9 +66,13 @@ def test_outputs_are_those_of_generate(setting, tiny_folder, tiny_references):
         trial.assert_exact(references)
 
 
-@pytest.mark.parametrize("setting", FEW, ids=lambda setting: setting.name)
 @pytest.mark.parametrize(
-    "family", ["gemma3", "mistral-window-40", *(pytest.param(f, marks=pytest.mark.long) for f in ("qwen3", "mixtral"))]
+    ("family", "setting"),
+    pairs_but(
+        {"gemma3": ["everything at once"], "mistral-window-40": ["failed steps, chunks of 17, warm"]},
+        ["gemma3", "mistral-window-40", "qwen3", "mixtral"],
+        FEW,
+    ),
 )
 def test_outputs_of_other_families_are_those_of_generate(family, setting, tiny_folder, tiny_references):
     """Windows give blocks back as the accepted tokens leave them."""
@@ -72,8 +84,14 @@ def test_outputs_of_other_families_are_those_of_generate(family, setting, tiny_f
     )
 
 
-@pytest.mark.parametrize("setting", FEW, ids=lambda setting: setting.name)
-@pytest.mark.parametrize("method", ["tree", "ngram"])
+@pytest.mark.parametrize(
+    ("method", "setting"),
+    pairs_but(
+        {"tree": ["warm", "everything at once"], "ngram": ["warm", "failed steps, chunks of 17, warm"]},
+        ["tree", "ngram"],
+        FEW,
+    ),
+)
 def test_outputs_with_a_drafter_are_those_of_generate(method, setting, tiny_folder, tiny_references):
     references, counts = tiny_references("llama", SHORT.num_outputs), DraftCounts()
     workload = SHORT if method == "tree" else Workload([[*prompt, *prompt] for prompt in SHORT.prompts], 24)
@@ -129,25 +147,19 @@ def test_outputs_of_the_overlapped_loop_are_those_of_generate(is_late, tiny_fold
     assert trial.engine.num_ahead
 
 
-@pytest.mark.parametrize("setting", FEW, ids=lambda setting: setting.name)
 @pytest.mark.parametrize(
-    "how",
-    [
-        pytest.param({"kv_cache_dtype": "kivi2"}, id="kivi2"),
-        pytest.param({"kv_cache_dtype": "int8_per_token_head"}, id="int8", marks=pytest.mark.long),
-        pytest.param({"streaming_llm": 40}, id="streaming_llm"),
-        pytest.param(
-            {"kv_cache_dtype": "kivi2", "streaming_llm": 40}, id="kivi2-streaming_llm", marks=pytest.mark.long
-        ),
-    ],
+    ("how", "setting"),
+    pairs_but({"kivi2": ["everything at once"], "streaming_llm": ["failed steps, chunks of 17, warm"]}, CODES, FEW),
 )
 def test_outputs_and_blocks_of_codes_are_those_alone(how, setting, tiny_folder, monkeypatch):
     """What is sealed, and what windows keep, follows what was accepted: also what is cached in the end."""
     monkeypatch.setattr(build, "_constants", constants_for)
     exact = {"dtype": "float64", "attention_backend": "reference", "block_size": setting.block_size}
-    alone = AloneOutputs(tiny_folder("llama"), SHORT.num_outputs, max_model_len=2048, **exact, **how)
+    alone = AloneOutputs(tiny_folder("llama"), SHORT.num_outputs, max_model_len=2048, **exact, **CODES[how])
     counts = DraftCounts()
-    trial = Trial(replace(setting, **how), SHORT, tiny_folder("llama"), drafted(known_by(alone, VOCAB_SIZE), counts))
+    trial = Trial(
+        replace(setting, **CODES[how]), SHORT, tiny_folder("llama"), drafted(known_by(alone, VOCAB_SIZE), counts)
+    )
     run(trial, alone, counts)
 
 
