@@ -122,6 +122,21 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(OneShard(config.option.shard))
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_pycollect_makeitem() -> Iterator[object]:
+    """Of a function that is marked ``quick(every=3)``, the first case of each three stays quick.
+
+    Those that are long by themselves are not counted.
+    """
+    made = yield
+    quick = [item for item in made if not item.get_closest_marker("long")] if isinstance(made, list) else []
+    for place, item in enumerate(quick):
+        mark = item.get_closest_marker("quick")
+        if mark and place % mark.kwargs["every"]:
+            item.add_marker("long")
+    return made
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Several workers share the files: those that take longest come first, and the smallest last, to end together."""

@@ -67,6 +67,7 @@ def test_there_is_no_such_shard(text):
     assert parse_shard("3/3") == (3, 3)
 
 
+@pytest.mark.long
 def test_pytest_deals_what_there_is():
     """As `make test-long` does, of folders that are quick to read."""
     folders = [str(TESTS / name) for name in ("kv", "scheduler")]
@@ -98,3 +99,9 @@ def test_what_a_file_makes_for_all_its_cases_is_made_in_one_shard():
     deck = Deck(cases, {f"{file}::test_a": TOGETHER_S})
     assert {deck.unit_of(case) for case in cases} == {file, "tests/b.py::test_c"}
     assert (Path(__file__).parent.parent / file).is_file()
+
+
+@pytest.mark.quick(every=3)
+@pytest.mark.parametrize("place", [0, pytest.param(-1, marks=pytest.mark.long), 1, 2, 3])
+def test_of_cases_that_are_marked_quick_each_so_manieth_is(place, request):
+    assert bool(request.node.get_closest_marker("long")) == (place % 3 != 0)

@@ -164,6 +164,7 @@ def damaged_model(tiny_chat_model, tmp_path_factory):
     return make
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("number", [math.nan, math.inf])
 @pytest.mark.parametrize(
     "how",

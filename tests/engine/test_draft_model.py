@@ -46,6 +46,7 @@ def make_free(llm: LLM) -> None:
     drafting._drafter_for(drafting.default).costs = StepCosts((1, 2), (1e-9, 1e-9))
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("by", ["llama", "qwen3", "windows"])
 @pytest.mark.parametrize("how", [{"temperature": 0.0}, {"temperature": 0.9, "seed": 3}], ids=["greedy", "sampled"])
 def test_outputs_are_those_without_and_of_the_same_model_all_drafts_are_right(folders, by, how):

@@ -82,6 +82,7 @@ def test_blocks_of_one_codec_are_not_those_of_another(tiny_chat_model, tmp_path)
     assert [cached[1, how] for how in outputs] == [3 * 96] * len(kinds)
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("is_fused", [True, False])
 def test_constants_are_found_once_and_kept(tiny_chat_model, tmp_path, monkeypatch, is_fused):
     """They follow from the model alone; a damaged file is measured again."""

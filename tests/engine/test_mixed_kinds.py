@@ -178,6 +178,7 @@ def test_samples_of_both_kinds_part_within_a_chunk_and_each_packs_it(calibrated,
     assert house.seen["packed"] > 4
 
 
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize("is_during", [False, True])
 @pytest.mark.parametrize("goner", [ASKS[1], ASKS[3]], ids=lambda one: one.name)
 def test_who_is_cancelled_while_chunks_are_packed_leaves_others_as_they_were(calibrated, expected, goner, is_during):

@@ -33,6 +33,7 @@ def modules_of_a_start(folder: Path, prompt: object) -> set[str]:
     return set(result.stdout.split())
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_a_fused_model_is_served_without_transformers(tmp_path, family):
     modules = modules_of_a_start(save_tiny_model(family, tmp_path), {"prompt_token_ids": [5, 6, 7]})
@@ -44,6 +45,7 @@ def test_a_tokenizer_and_a_chat_template_need_none_either(tiny_chat_model):
     assert not modules_of_a_start(tiny_chat_model, "Hello") & HEAVY
 
 
+@pytest.mark.long
 def test_other_models_are_read_by_transformers(tmp_path):
     folder = save_tiny_model("gemma2", tmp_path)
     assert "transformers" in modules_of_a_start(folder, {"prompt_token_ids": [5, 6, 7]})

@@ -116,6 +116,7 @@ def assert_found(trial, references):
     assert num_checked >= 2 * len(trial.workload.prompts)
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize(
     "setting", some_long(IN_SETTINGS, {setting.name for setting in IN_SETTINGS if setting.name not in QUICK})
 )

@@ -74,6 +74,7 @@ def hold(case, name, seed, sharpness=1.0):
     assert torch.equal(slabs[0].data, slabs[1].data), f"{name} is not encoded alike"
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("name", long_but(QUICK_NAMES, NAMES))
 @settings(max_examples=10, suppress_health_check=list(HealthCheck))
 @given(shape=st.sampled_from(SHAPES), sequences=SEQUENCES, per_head=st.booleans(), seed=st.integers(0, 2**32))

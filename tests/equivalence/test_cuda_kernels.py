@@ -76,6 +76,7 @@ def _shapes_and_dtypes(*quick_shapes):
     ]
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize(("shape", "dtype"), _shapes_and_dtypes(SHAPES[0]), ids=str)
 def test_they_are_dense_attention(shape, dtype, interpreter):
     seed = Random().randrange(2**32)
@@ -185,6 +186,7 @@ WITH_WINDOWS = ("gemma3", "llama4", "gpt-oss", "gemma3n")
 """Windows in some layers, chunks, sinks, layers that read the K and V of others, a group of each kind."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "family", [pytest.param(family, marks=[pytest.mark.long] * bool(at)) for at, family in enumerate(WITH_WINDOWS)]
 )
@@ -354,6 +356,7 @@ def test_sealed_blocks_of_any_lengths(shape, interpreter):
         interpreter(attend_sealed, shape, sequences, "float32", CODED_BOUNDS["float32"], **made)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "rule",
     long_but([KeepRule(40)], [KeepRule(size, kind) for size in (1, 7, 40, 300) for kind in (False, True)]),

@@ -184,6 +184,7 @@ def told(run: Run) -> list[float]:
     return [logprob.logprob for one in of_tokens for _, logprob in sorted(one.items())]
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("harsh", [False, True], ids=["calm", "harsh"])
 @pytest.mark.parametrize("is_overlapped", [False, pytest.param(True, marks=pytest.mark.long)], ids=["", "overlapped"])
 def test_whatever_is_asked_of_an_output_drafts_do_not_change_it(tiny_chat_model, harsh, is_overlapped):

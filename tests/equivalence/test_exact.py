@@ -35,6 +35,7 @@ UNBOUNDED = [family for family in FAMILIES if family not in WINDOWED]
 FULL = Workload(full_prompts(VOCAB_SIZE), num_outputs=40)
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize(("family", "setting"), deal(["llama", "qwen3", "mistral"], SETTINGS[::3], every=6))
 def test_outputs_are_those_of_generate(family, setting, tiny_folder, tiny_references):
     trial = Trial(setting, SHORT, tiny_folder(family))

@@ -52,6 +52,7 @@ def run(family: str, setting: Setting, workload: Workload, tiny_folder, tiny_ref
     return trial
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize(
     ("family", "setting"),
     [
@@ -122,6 +123,7 @@ def generate(engine, token_ids: list[int], num_outputs: int, watch=lambda: None)
 PROMPT = [7 + at * at % 230 for at in range(150)]
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("family", BEYOND_WINDOWS)
 def test_both_implementations_of_attention_generate_the_same(family, engine_of):
     """In float32, and with blocks held for no longer than windows ask."""
@@ -149,6 +151,7 @@ def test_codes_do_not_tell_how_a_prompt_was_cut(family, kv_cache_dtype, engine_o
     assert generate(one, PROMPT, 30) == generate(other, PROMPT, 30)
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("family", THROUGHOUT)
 @pytest.mark.parametrize("behind", ["host", "disk"])
 def test_where_all_layers_have_windows_these_come_back_from_tiers(family, behind, engine_of, tmp_path):

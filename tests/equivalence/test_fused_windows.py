@@ -100,6 +100,7 @@ COMPANY = [
 ]
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize(("family", "form"), COMPANY)
 def test_logits_are_the_same_to_the_bit_in_any_company(family, form, tiny_folder):
     """Alone or among others, in chunks of any size, over shared blocks or its own, with one thread or two."""
@@ -145,6 +146,7 @@ def test_what_a_window_has_left_behind_is_read_into_nothing(tiny_folder):
     assert torch.equal(runner.logits(plan)[0], expected)
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("setting", FEW_SETTINGS, ids=lambda setting: setting.name)
 @pytest.mark.parametrize("family", ["gemma3", "gemma2-window-64"])
 def test_outputs_are_those_alone(family, setting, tiny_folder, alone_in):

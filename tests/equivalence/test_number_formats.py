@@ -144,6 +144,7 @@ class Nearness:
         return cls(float(centred.square().mean()), float((logits.argmax(-1) != expected.argmax(-1)).double().mean()))
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma2-window-64", "gemma3"])
 def test_bfloat16_is_no_further_from_float64_than_torch_s_own(family, tiny_folder, tiny_references):
     random = Random(5)

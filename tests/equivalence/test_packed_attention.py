@@ -64,6 +64,7 @@ def test_bits_hang_on_nothing_but_the_sequence(in_pairs, data, seed, keeper):
         case.hold(alone, FLOAT32_BOUND)
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("codec", long_but(["int8_per_token_head", "k8v4", "int4_plain"], TOKEN_CODECS))
 def test_codes_are_dense_attention_over_what_is_stored(codec):
     """Also behind the first range of positions, where other constants are taken off K; with learned sinks, softcaps."""

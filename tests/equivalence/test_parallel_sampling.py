@@ -75,6 +75,7 @@ def run(setting, workload, folder):
     return trial
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize(
     "setting",
     some_long([*(setting for setting in SETTINGS if setting.name in NAMES), SHORT_OF_MEMORY], LONG_NAMES),

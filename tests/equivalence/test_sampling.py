@@ -113,6 +113,7 @@ def assert_told(told, token_id, num_top, logprobs):
         assert logprob.rank == 1 + int((logprobs > logprobs[token]).sum())
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("setting", some_long([setting for setting in SETTINGS if setting.name in NAMES], LONG_NAMES))
 def test_tokens_and_logprobs_are_those_of_transformers(setting, tiny_folder, logits_of):
     least = Counts(**{name: min(1, least) for name, least in vars(setting.at_least or Counts()).items()})

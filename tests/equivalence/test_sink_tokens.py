@@ -65,6 +65,7 @@ def test_a_result_does_not_tell_what_was_given_back(sequences, rule, seed):
         assert torch.equal(output, whole)
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("num_sinks", long_but([257, 700], [256, 257, 300, 512, 700, 2000]))
 @pytest.mark.parametrize("trims", long_but([True], [True, False]))
 def test_sink_tokens_of_several_splits_are_dense_attention(num_sinks, trims):

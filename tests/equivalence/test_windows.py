@@ -62,6 +62,7 @@ def run(setting: Setting, workload: Workload, tiny_folder, tiny_references) -> T
     return trial
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("setting", FEW, ids=lambda setting: setting.name)
 def test_outputs_are_those_of_generate(setting, tiny_folder, tiny_references):
     run(setting, SHORT, tiny_folder, tiny_references)

@@ -50,6 +50,7 @@ def alone(tiny_folder):
     return make
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("setting", "pair"), DEALT)
 def test_outputs_are_those_alone(setting, pair, tiny_folder, alone, monkeypatch):
     monkeypatch.setattr(build, "_constants", constants_for)

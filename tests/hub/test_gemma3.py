@@ -180,6 +180,7 @@ def generated_by_transformers(folder: Path, prompts: list[str], num_tokens: int,
     return found
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("settings", [{"dtype": "float64", "attention_backend": "reference"}, {"dtype": "float32"}])
 def test_served_tokens_equal_those_of_transformers(folder: Path, settings: dict[str, str]) -> None:
     """Far beyond the window, and beyond the prompt's end."""

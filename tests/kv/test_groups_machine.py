@@ -499,6 +499,7 @@ def random_operations(
     return machine.seen
 
 
+@pytest.mark.quick(every=2)
 @settings(max_examples=20)
 @given(seed=st.integers(0, 2**32), num_operations=st.integers(1, 60))
 @pytest.mark.parametrize("name", RULES)
@@ -506,6 +507,7 @@ def test_random_operations(name: str, seed: int, num_operations: int) -> None:
     random_operations(seed, name, num_operations)
 
 
+@pytest.mark.quick(every=2)
 @settings(max_examples=18)
 @given(seed=st.integers(0, 2**32), num_operations=st.integers(1, 60))
 @pytest.mark.parametrize("name", RULES)
@@ -513,6 +515,7 @@ def test_random_operations_with_a_host_tier(name: str, seed: int, num_operations
     random_operations(seed, name, num_operations, has_host=True)
 
 
+@pytest.mark.quick(every=2)
 @settings(max_examples=12)
 @given(seed=st.integers(0, 2**32), num_operations=st.integers(1, 60), has_host=st.booleans())
 @pytest.mark.parametrize("name", RULES)
@@ -520,6 +523,7 @@ def test_random_operations_where_blocks_are_sealed(name: str, seed: int, num_ope
     random_operations(seed, name, num_operations, has_host=has_host, seals=True)
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("policy", ["s3-fifo", "learned", "2q"])
 def test_random_operations_with_other_policies(policy: str) -> None:
     for name in RULES:

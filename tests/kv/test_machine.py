@@ -1148,6 +1148,7 @@ class KVCoreMachine(RuleBasedStateMachine):
             self.machine.drain()
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_hypothesis_finds_nothing(policy: str) -> None:
     """About 2,000 operations a policy, found and shrunk by hypothesis."""

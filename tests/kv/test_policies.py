@@ -360,6 +360,7 @@ class Server:
         return [(event.block_id, event.depth) for event in self.evicted if isinstance(event, BlockEvicted)]
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("name", TWINS)
 @pytest.mark.parametrize("seed", range(3))
 def test_victims_are_those_of_a_slow_twin(name: str, seed: int) -> None:
@@ -539,6 +540,7 @@ def test_no_use_waits_long_for_what_is_learned(monkeypatch: pytest.MonkeyPatch) 
     assert most[10_000] < 1.5 * most[1_000] + 64
 
 
+@pytest.mark.long
 def test_looking_at_all_uses_is_cut_into_pieces() -> None:
     policy = Learned()
     core = KVCore(30_000, block_size=1, policy=policy)

@@ -92,6 +92,7 @@ def test_a_ghost_that_sees_all_is_the_cache_itself(policy):
     assert got == pytest.approx([replayed(asked, policy, round(times * 32)) for times in TIMES], abs=1e-9)
 
 
+@pytest.mark.long
 def test_a_sampled_curve_and_its_ghosts_are_near_whole_ones(monkeypatch):
     """A sample of a sixteenth, of prompts of 60 blocks of which most are seen once."""
     monkeypatch.setattr(block_uses, "_MOST_KEYS", 12_000)

@@ -168,6 +168,7 @@ def test_a_checkpoint_s_own_quantization_is_taken():
     )
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize(
     "max_model_len", ["auto", *(pytest.param(length, marks=pytest.mark.long) for length in (None, 4096))]
 )
@@ -210,6 +211,7 @@ def test_a_window_lets_long_sequences_take_no_more():
 # Concurrency.
 
 
+@pytest.mark.long
 @given(prompt=st.integers(1, 300), output=st.integers(10, 60), num_blocks=st.integers(30, 90), sharing=st.booleans())
 def test_the_reached_number_is_between_full_lengths_and_prompts(prompt, output, num_blocks, sharing):
     layout = KVGeometry(2, 2, 64, element_bytes=2).layout
@@ -245,6 +247,7 @@ def test_a_likeness_of_a_large_pool_is_as_the_pool_itself(monkeypatch):
     assert likeness.mean == pytest.approx(whole.mean, rel=0.02)
 
 
+@pytest.mark.long
 def test_sharing_holds_the_prefix_once():
     shared = replace(FIXED, prefix_len=400)
     room = 20 * 10**9  # so that vLLM's 1,024 sequences are not what ends it
@@ -316,6 +319,7 @@ def test_what_is_cached_is_not_computed_but_attended_to():
     assert prefill_operations(window, 32_768) < 0.9 * prefill_operations(full, 32_768)
 
 
+@pytest.mark.long
 def test_what_binds_is_what_more_of_would_help():
     long_outputs = Workload(name="", lengths=(Lengths(50, 2000),))
     long_prompts = Workload(name="", lengths=(Lengths(7000, 10),))
@@ -334,6 +338,7 @@ def test_break_even_is_where_loading_takes_as_long_as_computing(plan):
     assert plan.break_even == pytest.approx(kv_bytes / alone, rel=0.05)
 
 
+@pytest.mark.long
 def test_a_device_without_peaks_is_planned_without_floors():
     bare = Device(name="x", memory_bytes=80 * 10**9)
     made = make_plan(question(device=bare, price=1.0))
@@ -367,6 +372,7 @@ def test_a_technique_gains_what_switching_it_on_gives(plan):
     assert with_it.load.full / plan.load.full == pytest.approx(technique.gain, rel=1e-6)
 
 
+@pytest.mark.long
 def test_conversations_that_come_back_make_tiers_worth_while():
     talk = replace(FIXED, turns=5, pause_s=60.0)
     names = [technique.name for technique in make_plan(question(workload=talk)).techniques]

@@ -65,6 +65,7 @@ def test_no_name_is_of_two_rows():
     assert len(set(model_names())) == len(ROWS)
 
 
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row["name"])
 def test_parameters_are_what_transformers_builds(row: dict):
     torch = pytest.importorskip("torch")

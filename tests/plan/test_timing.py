@@ -31,6 +31,7 @@ def operations_8b(prompt: int, output: int) -> float:
     return 2 * LAYERS_8B * num_tokens + 2 * OUTPUT_8B * output + 2 * 32 * num_tokens**2 * 4096
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize(("prompt", "output"), [(50, 10), (1024, 128), (4000, 2)])
 def test_prompts_are_computed_together_and_decode_rides_along(prompt, output):
     """Prompts that share a step read the weights once: operations alone bound them, however short they are."""
@@ -55,6 +56,7 @@ def test_one_request_at_a_time_takes_its_steps_one_after_another():
     assert timing.requests_per_s == pytest.approx(timing.concurrency / alone, rel=0.01)
 
 
+@pytest.mark.long
 def test_small_steps_read_the_weights_more_often():
     rates = [planned(prompt=1000, output=1, max_num_batched_tokens=size).timing.requests_per_s for size in (64, 8192)]
     step = 2 * (LAYERS_8B + OUTPUT_8B + 4096) / 3.35e12
@@ -62,6 +64,7 @@ def test_small_steps_read_the_weights_more_often():
     assert rates[1] > 3 * rates[0]
 
 
+@pytest.mark.long
 def test_stages_work_at_the_same_time():
     """Four devices do as many operations a second whichever way the model is cut."""
     rates = [
@@ -129,6 +132,7 @@ def shares_of(**asked) -> dict[str, float]:
     return {each.name: each.gain for each in made.techniques if "of older tokens" in each.name}
 
 
+@pytest.mark.long
 def test_a_share_of_older_tokens_is_counted_as_it_is_packed():
     """Two chunks whole, a step's tokens, and of older chunks the share; nothing where all is of the last two chunks."""
     gains = shares_of(prompt=7000, output=1000)
@@ -141,6 +145,7 @@ def test_a_share_of_older_tokens_is_counted_as_it_is_packed():
     assert not shares_of(prompt=7000, output=1000, kv_cache_dtype="kivi2")
 
 
+@pytest.mark.long
 def test_what_a_share_spares_of_a_prefix_that_is_held_once_is_spared_once():
     """Beside a long prefix that all share, requests whose own tokens are few have nothing to drop."""
     few = Workload(name="", lengths=(Lengths(7100, 100),), prefix_len=6700)
@@ -211,6 +216,7 @@ def test_long_outputs_are_simulated_by_shorter_ones(monkeypatch):
     assert likeness.mean == pytest.approx(whole.mean, rel=0.02)
 
 
+@pytest.mark.long
 def test_no_more_requests_decode_in_a_step_than_it_has_tokens():
     short = Workload(name="", lengths=(Lengths(20, 200),))
     found = reach(Pool(1_000_000, 16, None, 2048), short, footprint=8, with_sharing=False)

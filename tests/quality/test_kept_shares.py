@@ -61,6 +61,7 @@ def test_shares_alone_and_of_a_codec_are_measured_and_heeded(
         assert read_verdict(answer["fingerprint"], subject_of(one, "float32", mask="another"), own_cache) is None
 
 
+@pytest.mark.long
 def test_beside_windows_what_the_other_layers_keep_is_counted(
     windowed_chat_model: Path, own_cache: Path, story: Text, tmp_path: Path
 ) -> None:

@@ -303,6 +303,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("many", ["draws", "seeds"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_many_draws_follow_peaked_and_flat_and_long_tailed_distributions(shape, many):

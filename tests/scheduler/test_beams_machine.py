@@ -317,6 +317,7 @@ def random_operations(name, seed, num_operations):
     return machine.seen
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("name", SETUPS)
 def test_random_operations(name):
     for seed in range(4):

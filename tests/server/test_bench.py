@@ -86,6 +86,7 @@ def test_chat_and_a_file_of_prompts(tiny, tmp_path):
     assert json.loads(result.stdout)["output_lens"] == [3, 5]
 
 
+@pytest.mark.long
 def test_a_plan_from_the_measurement(measured):
     workload = workload_of_bench(measured)
     assert len(workload.lengths) == 12

@@ -333,6 +333,7 @@ def test_the_key_is_asked_for_and_kept_in_the_tab_alone(browser: Chromium, tiny_
         server.close()
 
 
+@pytest.mark.long
 def test_nobody_asks_while_nobody_looks(browser: Chromium, stage: Stage) -> None:
     page = shown(browser, stage)
     count = "performance.getEntriesByType('resource').filter((one) => one.name.endsWith('/v1/dashboard')).length"
@@ -356,6 +357,7 @@ def test_nobody_asks_while_nobody_looks(browser: Chromium, stage: Stage) -> None
     page.close()
 
 
+@pytest.mark.long
 def test_a_server_that_goes_away_and_comes_back(browser: Chromium) -> None:
     stage = Stage()
     page = opened(browser, stage.url)
@@ -368,6 +370,7 @@ def test_a_server_that_goes_away_and_comes_back(browser: Chromium) -> None:
     stage.close()
 
 
+@pytest.mark.long
 def test_it_moves_little(browser: Chromium, stage: Stage) -> None:
     page = shown(browser, stage)
     first = page.num_bytes()

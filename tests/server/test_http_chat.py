@@ -50,8 +50,9 @@ def test_content_may_come_in_text_parts(tiny):
 
 def test_an_answer_may_be_as_long_as_fits(tiny):
     tiny.runner.script = [500]  # computes no KV that others may find
-    usage = tiny.chat("on and on", **{**GREEDY, "cache_salt": "scripted"})["usage"]
+    usage = tiny.chat("on and " * 950, **{**GREEDY, "cache_salt": "scripted"})["usage"]
     assert usage["total_tokens"] == 2048
+    assert usage["completion_tokens"] > 16  # what a completion has unless asked otherwise
 
 
 def test_a_stream_begins_with_the_role(tiny):

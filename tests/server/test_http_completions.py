@@ -212,6 +212,7 @@ def test_a_long_text_is_tokenized_like_a_short_one(tiny):
     assert answer["usage"]["prompt_tokens"] == len(tiny.tokenizer.encode(text))
 
 
+@pytest.mark.long
 def test_sixty_four_streams_at_once(tiny):
     """Each gets what it gets alone; openai's client reads them all."""
     prompts = [f"stream number {i}" for i in range(64)]

@@ -124,6 +124,7 @@ def refusal_of(response, status: int) -> dict:
 MODES = [GenerationMode.POSITIVE, GenerationMode.NEGATIVE]
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.value)
 @pytest.mark.parametrize("path", POSTS)
 def test_what_comes_back_is_as_described(short, description, path, mode):

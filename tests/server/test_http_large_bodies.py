@@ -109,6 +109,7 @@ class LoopClock:
             self._loop.call_soon(self._go_round)
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("name", HOSTILE)
 def test_no_body_holds_the_event_loop(wide, name):
     path, body = HOSTILE[name]

@@ -170,7 +170,7 @@ def test_why_it_stopped(tiny, client):
     assert told(streamed(client, **stop)) == ([("text", "one two")], "stop_sequence", " thr")
     assert told(create(client, max_tokens=1))[1] == "max_tokens"
     tiny.runner.script = tiny.tokenizer.encode(" on")  # and on
-    long = create(client, max_tokens=64_000)
+    long = create(client, max_tokens=64_000, messages=[{"role": "user", "content": "and on " * 950}])
     assert long.stop_reason == "model_context_window_exceeded"
     usage = long.usage
     num_input = usage.input_tokens + usage.cache_read_input_tokens + usage.cache_creation_input_tokens
@@ -182,6 +182,7 @@ def test_an_answer_without_text_is_an_empty_one(tiny, client):
     assert told(create(client)) == told(streamed(client)) == ([("text", "")], "end_turn", None)
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize(
     ("choice", "names", "most"),
     [
@@ -204,6 +205,7 @@ def test_a_call_that_must_be_is_one_that_is_allowed(client, choice, names, most)
             Draft202012Validator(SCHEMAS[block.name]).validate(block.input)
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize(
     ("text", "blocks"),
     [

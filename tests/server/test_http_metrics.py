@@ -279,6 +279,7 @@ def test_no_client_makes_a_series(narrow):
     assert set(narrow.metrics()) == before
 
 
+@pytest.mark.long
 def test_warming_up_is_counted_nowhere(tiny_chat_model):
     """At the moment when a server is ready, nothing has been counted but what was asked over HTTP."""
     server = ProcessServer(str(tiny_chat_model), "--kv-cache-memory-bytes", "4M", "--max-model-len", "256")

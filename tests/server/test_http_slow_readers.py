@@ -71,6 +71,7 @@ def test_who_does_not_read_holds_up_nobody_and_can_catch_up(cramped):
     assert joined(events) == text_of(cramped, NUM_TOKENS)
 
 
+@pytest.mark.long
 def test_several_prompts_of_a_slow_reader_wait_each_for_itself(cramped):
     before = cramped.metric("vllm:request_success_total", "length")
     body = {**LONG, "prompt": [[30 + n] * 10 for n in range(4)], "max_tokens": NUM_TOKENS // 2}

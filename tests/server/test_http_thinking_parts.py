@@ -228,6 +228,7 @@ def test_what_was_cut_off_while_it_thought_is_a_thought(server, responses):
     assert items == [("message", "Good.")]
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize(("text", "kind"), [('{"a": 1}', "message"), (CALLS, "function_call")], ids=["answer", "calls"])
 def test_behind_thoughts_the_model_calls_or_answers_in_a_form(server, responses, messages, text, kind):
     says(server, THINKING + text)

@@ -92,6 +92,7 @@ def says(server, text):
     server.runner.script = [*server.tokenizer.encode(text), 2]
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("parallel", [True, False])
 def test_a_required_call_is_always_one_that_is_allowed(client, seed, parallel):
@@ -134,6 +135,7 @@ def test_a_named_call_is_of_that_function(client, name):
         Draft202012Validator(SCHEMAS[name]).validate(json.loads(arguments))
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize(
     ("text", "content", "names"),
     [
@@ -157,6 +159,7 @@ def test_the_model_may_call_or_answer(tiny, client, text, content, names):
     assert len(told(chat(client, parallel_tool_calls=False))[1]) == min(1, len(names))
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize(
     ("text", "content", "num_calls"),
     [
@@ -305,6 +308,7 @@ def test_hermes_calls_have_marks_of_their_own(tiny, monkeypatch):
         Draft202012Validator(SCHEMAS[call["function"]["name"]]).validate(json.loads(call["function"]["arguments"]))
 
 
+@pytest.mark.long
 def test_the_built_in_model_calls_what_it_must(smol):
     body = {"messages": ASK, "tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False, "temperature": 0}
     (choice,) = smol.http.post("/v1/chat/completions", json=body).json()["choices"]

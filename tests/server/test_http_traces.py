@@ -210,6 +210,7 @@ def closed_port() -> int:
         return free.getsockname()[1]
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("answers", [False, True], ids=["refused", "never answered"])
 def test_an_endpoint_that_is_down_holds_nobody_up(tiny_chat_model, answers):
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as silent:
@@ -223,6 +224,7 @@ def test_an_endpoint_that_is_down_holds_nobody_up(tiny_chat_model, answers):
         traces.close()  # a test that hangs here fails by its timeout
 
 
+@pytest.mark.long
 def test_a_server_of_its_own_delivers_its_last_traces(tiny_chat_model):
     with contextlib.closing(Receiver()) as receiver:
         server = ProcessServer(str(tiny_chat_model), "--otlp-traces-endpoint", receiver.url)

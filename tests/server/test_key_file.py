@@ -292,6 +292,7 @@ def test_a_served_key_file(tiny_chat_model, tmp_path):
     assert "sk-" not in output
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize(
     ("text", "flags", "said"),
     [

@@ -55,7 +55,11 @@ BLOCK_BYTES = 2**13
 
 @pytest.fixture(
     scope="module",
-    params=[("learned", 40, None), ("weighted", 0, {"method": "tree"}), ("auto", 0, None)],
+    params=[
+        ("learned", 40, None),
+        pytest.param(("weighted", 0, {"method": "tree"}), marks=pytest.mark.long),
+        ("auto", 0, None),
+    ],
     ids=["with a host tier", "weighted, with drafts", "auto"],
 )
 def recorded(request, tiny_chat_model: Path, tmp_path_factory) -> Iterator[Path]:

@@ -69,6 +69,7 @@ def test_usage_tells_what_was_kept(unknown_model: Path) -> None:
     assert cold["kv_kept_share"] == pytest.approx(kept / granted, abs=1e-4)  # nobody else has packed
 
 
+@pytest.mark.long
 def test_requests_ask_for_a_kind_on_every_route(unknown_model: Path) -> None:
     keep_random_scorer(unknown_model)
     flags = "--kv-keep", "1,0.5", *FLAGS[2:], "--admin-api-key", "sk-admin"

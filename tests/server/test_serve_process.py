@@ -90,6 +90,7 @@ def test_a_second_signal_stops_at_once(tiny_process, number):
         assert b'"finish_reason":"length"' not in rest
 
 
+@pytest.mark.long
 def test_a_body_that_never_ends_holds_nothing_up(tiny_process):
     """SIGTERM ends a request that is still being sent, with an answer in OpenAI's form and nothing in the log."""
     server = tiny_process

@@ -173,6 +173,7 @@ def test_in_a_terminal_it_refreshes_until_it_is_left(stage: Stage) -> None:
     assert b"Traceback" not in terminal.shown
 
 
+@pytest.mark.long
 def test_it_waits_for_a_server_that_starts_anew() -> None:
     stage = Stage("old-model")
     with closing(Terminal(stage.url)) as terminal:

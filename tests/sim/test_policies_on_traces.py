@@ -87,6 +87,7 @@ def test_the_default_on_a_part_of_the_real_trace() -> None:
     assert ratio(requests, "default", 1_540_000, 512) > 1.5 * ratio(requests, "lru", 1_540_000, 512)
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize(
     "workload",
     [

@@ -41,6 +41,7 @@ def test_nothing_that_the_disk_has_room_for_is_lost():
     assert report.num_host_stored > 2_000
 
 
+@pytest.mark.long
 def test_the_same_seed_gives_the_same_and_another_other_faults():
     one, same, other = (run(TierModel(host_tokens=8_000, disk_tokens=MANY, fault_rate=0.1, seed=s)) for s in (1, 1, 2))
     assert one == same

@@ -161,6 +161,7 @@ def test_the_same_question_has_the_same_answer(tmp_path):
         ET.fromstring("<svg" + svg.split("</svg>")[0] + "</svg>")
 
 
+@pytest.mark.long
 def test_a_picture_is_the_same_twice(tmp_path):
     if find_spec("matplotlib") is None:
         pytest.skip("matplotlib is not installed: pip install pagefold[sim]")

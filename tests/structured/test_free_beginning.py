@@ -141,6 +141,7 @@ def walker(request, tokenizer):
     return Walker(tokenizer.to_json(), vocabulary, form)
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("kind", ASKED)
 def test_what_stands_behind_thinking_is_what_was_asked_for(walker, kind):
     asked, check = ASKED[kind]
@@ -157,6 +158,7 @@ def test_without_thinking_nothing_comes_before(walker):
     assert Thinking(walker.form, Beginning.ANSWER).before(asked) is asked
 
 
+@pytest.mark.quick(every=3)
 def test_an_answer_that_may_begin_like_thinking_is_thought_about_first(walker):
     """Otherwise nobody could tell which of both an output is."""
     asked = Structured(StructuredOutputsParams(regex=r"[^x]{0,40}"), "guided_regex")

@@ -46,6 +46,7 @@ def test_json_without_any_whitespace(compiler, tokenizer):
     assert any(" " in text and "\n" not in text for text in spaced)
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("seed", range(20))
 def test_schemas_may_refer_to_themselves(compiler, tokenizer, seed):
     Draft202012Validator(LINKED).validate(json.loads(text_of(compiler, tokenizer, seed, json=LINKED)))
