@@ -180,13 +180,17 @@ class World:
         caches = {
             q: (list(q.cache.only_table.block_ids), q.packed()) for q in found if not (q in self.ended or q.is_aborted)
         }
+        sound = [q.cache.only_table.block_ids for q in requests if q not in found]
+        own = {block_id for block_ids in sound for block_id in block_ids}.difference(
+            *(block_ids for block_ids, _ in caches.values())
+        )
         ended = self.scheduler.apply(result)
         assert set(self.scheduler.corrupted) == set(caches)
         for request in caches:
             self.counts["corrupted"] += 1
             for sample in (request, *request.forks):
                 self.end(sample, "corrupted")
-        self.check_dropped(caches.values())
+        self.check_dropped(caches.values(), own)
         for request in ended:
             if request.finish_reason is not None:
                 self.end(request, request.finish_reason)
@@ -228,8 +232,11 @@ class World:
             name = request.parent_id
             assert name in self.culprits or any(name in pair for pair in self.pairs), f"{request} is no culprit"
 
-    def check_dropped(self, caches) -> None:
-        """Nothing that they had or began with is found by anybody."""
+    def check_dropped(self, caches, own: set[int]) -> None:
+        """Nothing that they had or began with is found by anybody.
+
+        Who is sound and has computed the same in that step, into blocks of his ``own``, may publish these.
+        """
         nodes, published = list(self.core.tree.roots.values()), set()
         while nodes:
             node = nodes.pop()
@@ -237,7 +244,10 @@ class World:
             published.update(block.block_id for block in node.blocks)
         for block_ids, packed in caches:
             hit = self.core.match(b"", packed, len(packed) // 4)
-            assert not hit.nodes
+            found = [node.blocks[0].block_id for node in hit.nodes]
+            assert own.issuperset(found)
+            held = [entry for block_id in found for entry in self.device.blocks[block_id]]
+            assert held == entries(array("i", packed).tolist())[: len(held)]
             assert not hit.held
             assert published.isdisjoint(block_ids)
             for block_id in block_ids:
