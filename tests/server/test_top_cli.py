@@ -12,21 +12,23 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import closing
+from contextlib import closing, suppress
+from io import StringIO
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 from dashboard_stage import Stage
 from local_server import PATIENCE_S, LocalServer, start_cli, until
+from rich.console import Console
 
+from pagefold.cli.running_server import RunningServer
+from pagefold.cli.top import _watch
 from pagefold.cli.top_beside import Beside
 from pagefold.config import ServerConfig
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
-
-    from pagefold.cli.running_server import RunningServer
 
 
 @pytest.fixture(scope="module")
@@ -171,6 +173,26 @@ def test_in_a_terminal_it_refreshes_until_it_is_left(stage: Stage) -> None:
     assert terminal.shown.startswith(b"\x1b[?1049h")
     assert b"\x1b[?1049l" in terminal.shown
     assert b"Traceback" not in terminal.shown
+
+
+def test_an_interrupt_that_is_lost_is_noted(stage: Stage) -> None:
+    """As Python loses one that comes while an object is finalized."""
+    server = RunningServer(stage.url, None)
+
+    class Loses(RunningServer):
+        num_asked = 0
+
+        def ask(self, path: str, told: str, fields: dict[str, Any] | None = None) -> dict[str, Any]:
+            self.num_asked += 1
+            with suppress(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+            return server.ask(path, told, fields)
+
+    before, loses = signal.getsignal(signal.SIGINT), Loses(stage.url, None)
+    told = server.ask("/v1/dashboard", "dashboard")
+    _watch(loses, Beside(server), told, Console(file=StringIO(), width=100, height=60), 0.01)
+    assert loses.num_asked == 1
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 @pytest.mark.long

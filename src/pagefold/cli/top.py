@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import signal
 import time
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,6 +17,9 @@ from pagefold.config import environment_admin_key
 from pagefold.errors import PagefoldError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import FrameType
+
     from rich.console import Console, RenderableType
 
 __all__ = ["top"]
@@ -66,8 +70,8 @@ def _watch(server: RunningServer, beside: Beside, told: dict[str, Any], console:
     from rich.live import Live  # noqa: PLC0415 - only here
 
     away, shown = "", told
-    with Live(console=console, screen=True, auto_refresh=False) as live:
-        while True:
+    with _noted_interrupts() as interrupts, Live(console=console, screen=True, auto_refresh=False) as live:
+        while not interrupts:
             if not away:
                 shown = told | beside.look(told["more"])
             live.update(_fitting(shown, away, console), refresh=True)
@@ -77,6 +81,25 @@ def _watch(server: RunningServer, beside: Beside, told: dict[str, Any], console:
             except NoAnswerError as error:
                 beside.forget()
                 away = f"The server is away, and is asked again every {every_s:g} s. {error.message}"
+
+
+@contextlib.contextmanager
+def _noted_interrupts() -> Iterator[list[int]]:
+    """Inside, Ctrl-C is noted in what is yielded, and raised as ever.
+
+    Python drops an exception that is raised while an object is finalized, whatever it is.
+    """
+    noted: list[int] = []
+
+    def note(number: int, _frame: FrameType | None) -> None:
+        noted.append(number)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield noted
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _fitting(told: dict[str, Any], away: str, console: Console) -> RenderableType:
