@@ -94,13 +94,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = made.parse_args(argv)
 
     from chromium import PROGRAM, Chromium
-    from dashboard_stage import CURVE, Stage
+    from dashboard_stage import Stage
     from fastapi.responses import HTMLResponse
 
     if PROGRAM is None:
         print("no chromium is installed (apt-get install chromium): nothing is measured")
         return
-    stage = Stage(routes={"/v1/cache/whatif": CURVE, "/empty": HTMLResponse(EMPTY)})
+    stage = Stage()
+    stage.app.get("/empty", response_class=HTMLResponse)(lambda: EMPTY)
     browser = Chromium()
     try:
         rows = [measure_paint(browser, stage, arguments.repeats), measure_bytes(browser, stage, arguments.seconds)]
