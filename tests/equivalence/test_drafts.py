@@ -149,7 +149,7 @@ def test_outputs_of_the_overlapped_loop_are_those_of_generate(is_late, tiny_fold
 
 @pytest.mark.parametrize(
     ("how", "setting"),
-    pairs_but({"kivi2": ["everything at once"], "streaming_llm": ["failed steps, chunks of 17, warm"]}, CODES, FEW),
+    pairs_but({"kivi2": ["warm"], "streaming_llm": ["failed steps, chunks of 17, warm"]}, CODES, FEW),
 )
 def test_outputs_and_blocks_of_codes_are_those_alone(how, setting, tiny_folder, monkeypatch):
     """What is sealed, and what windows keep, follows what was accepted: also what is cached in the end."""

@@ -86,7 +86,8 @@ class Forked(Trial):
 
 
 @pytest.mark.parametrize(
-    "family", [pytest.param(each, marks=[] if each == "gemma3n" else [pytest.mark.long]) for each in BEYOND_WINDOWS]
+    "family",
+    [pytest.param(each, marks=[] if each == "mistral-window" else [pytest.mark.long]) for each in BEYOND_WINDOWS],
 )
 def test_forks_are_those_of_generate(family, tiny_folder, tiny_references):
     setting = Setting(name="forked", block_size=4, max_num_batched_tokens=48, max_num_seqs=12, spare_blocks=40)
@@ -142,7 +143,8 @@ def test_both_implementations_of_attention_generate_the_same(family, engine_of):
 
 @pytest.mark.parametrize("kv_cache_dtype", ["int8_per_token_head", "kivi2"])
 @pytest.mark.parametrize(
-    "family", [pytest.param(each, marks=[] if each == "gemma3n" else [pytest.mark.long]) for each in BEYOND_WINDOWS]
+    "family",
+    [pytest.param(each, marks=[] if each == "mistral-window" else [pytest.mark.long]) for each in BEYOND_WINDOWS],
 )
 def test_codes_do_not_tell_how_a_prompt_was_cut(family, kv_cache_dtype, engine_of):
     """Also of layers that read what others have encoded."""

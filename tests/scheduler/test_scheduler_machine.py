@@ -1248,6 +1248,7 @@ def test_very_many_random_operations_where_chunks_are_packed(rules: tuple[KeepRu
         random_operations(600 + seed, 1500, "lru", rules, seals=False)
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("rules", GROUPS[1:], ids=str)
 @IN_FULL
 def test_who_loses_a_block_that_was_not_sealed_finds_its_windows(rules: tuple[KeepRule, ...], in_full: bool) -> None:

@@ -206,7 +206,7 @@ def test_a_grammar_that_fails_on_the_way_is_the_client_s(tiny, monkeypatch):
     assert error["param"] == "structured_outputs"
 
 
-@pytest.mark.parametrize("temperature", [0, 1])
+@pytest.mark.parametrize("temperature", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_the_built_in_model_answers_in_json(smol, temperature):
     answer = smol.chat("Plan a trip.", response_format=FORMAT, temperature=temperature, seed=1, max_tokens=300)
     (choice,) = answer["choices"]
