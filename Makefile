@@ -40,7 +40,7 @@ serve: setup ## serve MODEL on 127.0.0.1:8000; flags in ARGS
 demo: setup ## the cache at work, without a model
 	@$(BIN)/pagefold demo
 
-test: setup ## lint, types, contracts and all tests but the long ones: 20 to 25 minutes on two cores
+test: setup ## lint, types, contracts and all tests but the long ones: about 15 minutes on two cores
 	@$(BIN)/pagefold models get smollm2-135m
 	@$(MAKE) -s check
 	@# Kernels are compiled once, before several workers would each do so.
