@@ -58,7 +58,7 @@ PREFILLED = 8000
 TOKEN_BYTES = 46_080
 """Of KV in float32."""
 AT_A_TIME = 4
-"""Prompts of each kind that run together, where kinds are mixed."""
+"""Warm prompts that run together, and prompts of each kind, where kinds are mixed."""
 _PATIENCE_S = 3600.0
 """The last of those that are sent at once waits for all others."""
 ROOM_TO_ANSWER = 200
@@ -138,8 +138,8 @@ def make(keep: float | None, **settings: object) -> Bench:
 
 def offering(shares: tuple[float, ...], **settings: object) -> Bench:
     """Return an engine that offers so large shares; none keep all."""
-    settings = {"dtype": "float32", "kv_quality_floor": 0.0} | settings
-    config = EngineConfig(model=MODEL, kv_keep=shares, **settings)  # type: ignore[arg-type]
+    settings.setdefault("dtype", "float32")
+    config = EngineConfig(model=MODEL, kv_keep=shares, kv_quality_floor=0.0, **settings)  # type: ignore[arg-type]
     return Bench(build_engine(plan_engine(config), say=lambda _: None))
 
 

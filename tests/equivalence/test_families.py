@@ -15,7 +15,7 @@ import torch
 from store.memory_store import always_load
 
 from equivalence.prompts import full_prompts, short_prompts
-from equivalence.settings import SETTINGS, deal
+from equivalence.settings import SETTINGS, deal, long_but
 from equivalence.suite import Counts, Setting, Trial, Workload
 from equivalence.tiny_models import BEYOND_WINDOWS, VOCAB_SIZE, WINDOW
 from pagefold.config import EngineConfig
@@ -85,10 +85,7 @@ class Forked(Trial):
         return replace(super().sampling(key), n=3, temperature=1.0, top_k=1)
 
 
-@pytest.mark.parametrize(
-    "family",
-    [pytest.param(each, marks=[] if each == "mistral-window" else [pytest.mark.long]) for each in BEYOND_WINDOWS],
-)
+@pytest.mark.parametrize("family", long_but(["mistral-window"], BEYOND_WINDOWS))
 def test_forks_are_those_of_generate(family, tiny_folder, tiny_references):
     setting = Setting(name="forked", block_size=4, max_num_batched_tokens=48, max_num_seqs=12, spare_blocks=40)
     trial = Forked(setting, SHORT.up_to(140), tiny_folder(family))
@@ -142,10 +139,7 @@ def test_both_implementations_of_attention_generate_the_same(family, engine_of):
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["int8_per_token_head", "kivi2"])
-@pytest.mark.parametrize(
-    "family",
-    [pytest.param(each, marks=[] if each == "mistral-window" else [pytest.mark.long]) for each in BEYOND_WINDOWS],
-)
+@pytest.mark.parametrize("family", long_but(["mistral-window"], BEYOND_WINDOWS))
 def test_codes_do_not_tell_how_a_prompt_was_cut(family, kv_cache_dtype, engine_of):
     """Also of layers that read what others have encoded."""
     settings = {"kv_cache_dtype": kv_cache_dtype, "dtype": "float64", "enable_prefix_caching": False}

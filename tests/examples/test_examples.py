@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from equivalence.settings import long_but
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPTS = sorted(file.name for file in EXAMPLES.glob("*.py"))
@@ -175,10 +176,7 @@ def test_help_and_table_know_it(script, monkeypatch, capsys):
     assert f"| `{script}` |" in (EXAMPLES / "README.md").read_text()
 
 
-@pytest.mark.parametrize(
-    "script",
-    [pytest.param(each, marks=[] if each in {"chat.py", "batch.py"} else [pytest.mark.long]) for each in SCRIPTS],
-)
+@pytest.mark.parametrize("script", long_but(["chat.py", "batch.py"], SCRIPTS))
 def test_a_server_that_is_not_there(script, requests, tmp_path):
     arguments = {"chat.py": ["--once", "a"], "batch.py": [str(requests), str(tmp_path / "answers.jsonl")]}
     ended = run(script, "--url", "http://127.0.0.1:9/v1", *arguments.get(script, []))
