@@ -23,8 +23,10 @@ from typing import TYPE_CHECKING
 from pagefold.events import Emit, RequestPreempted
 
 if TYPE_CHECKING:
+    from pagefold.events import WaitCause
     from pagefold.kv import Block, KVCore, PrefixHit
     from pagefold.request import Request
+    from pagefold.scheduler.growth import AdmissionRule
     from pagefold.scheduler.leaving import Leaving
     from pagefold.scheduler.needs import Needs
     from pagefold.scheduler.queues import Queues
@@ -32,10 +34,6 @@ if TYPE_CHECKING:
     from pagefold.scheduler.streamer import Streamer
 
 __all__ = ["Relief"]
-
-_WATERMARK = 0.01
-"""Share of all blocks that admission leaves free beside running requests, so that they can grow before one of them must
-be preempted again (vLLM's value)."""
 
 
 class Relief:
@@ -47,19 +45,27 @@ class Relief:
         needs: how many blocks requests take.
         streamer: makes blocks cold.
         leaving: lets those go that are preempted.
+        rule: says what those that run will take yet.
         emit: where events go.
     """
 
     def __init__(  # noqa: PLR0913, PLR0917 - the parts that it holds together
-        self, core: KVCore, queues: Queues, needs: Needs, streamer: Streamer, leaving: Leaving, emit: Emit
+        self,
+        core: KVCore,
+        queues: Queues,
+        needs: Needs,
+        streamer: Streamer,
+        leaving: Leaving,
+        rule: AdmissionRule,
+        emit: Emit,
     ) -> None:
         self._core = core
         self._queues = queues
         self._needs = needs
         self._streamer = streamer
         self._leaving = leaving
+        self._rule = rule
         self._emit = emit
-        self._watermark_blocks = int(core.pool.num_blocks * _WATERMARK)
 
     def extend(self, step: StepInFlight, request: Request, start: int, end: int) -> bool:
         """Extend the cache of ``request``, which runs, for writing positions [start, end).
@@ -80,26 +86,33 @@ class Relief:
             self._preempt(victim, request)
             if victim is request.leader:
                 return False
+        self._rule.note(request, step.plan.step_id)
         return True
 
-    def room_for_all(self, request: Request, hit: PrefixHit, now: float) -> PrefixHit | None:
+    def lacks(self, request: Request, hit: PrefixHit, step: StepInFlight, beside: Request | None) -> WaitCause | None:
+        """Return why ``request``, which waits, may not be let in, where that is plain or is growth of those that run.
+
+        Nothing is given up for it. ``beside`` is somebody who waits, too, and whose memory it must not take.
+        """
+        found = self._core.rules.of(hit.mask).blocks_of(hit)
+        needed = self._needed_at_once(request, hit, beside)
+        if not self._core.pool.num_pinned and self._num_missing(needed, found) > 0:
+            return "memory"  # mostly so where many run: it does not fit, however little these will take yet
+        return None if self._rule.has_room(request, found, step.plan.step_id, beside) else "growth"
+
+    def room_for_all(
+        self, request: Request, hit: PrefixHit, now: float, beside: Request | None = None
+    ) -> PrefixHit | None:
         """Return what of ``hit`` can be used if all tokens of ``request``, which waits, fit beside those that run.
 
         None if they do not. All its tokens, not only its first chunk: a prompt that is let in and cannot be finished
         only preempts others. Samples that will fork need a block each, for a copy of the tail or the next one. A
         request that runs alone does not wait for these: its samples can run one after another.
         """
-        begun = hit.num_blocks * self._core.block_size + hit.num_partial_tokens
-        needed = max(self._needs.whole(request), self._needs.to_begin(request, begun))
         running = self._queues.with_blocks
         num_groups = self._core.num_groups
-        if running:
-            needed += self._watermark_blocks + len(request.forks) * num_groups
-            if request.beams is not None:  # they begin again, and would have to go again
-                needed += max(0, request.beams.num_held - self._needs.whole(request))
+        needed = self._needed_at_once(request, hit, beside)
         blocks = self._core.rules.of(hit.mask).blocks_of(hit)
-        if not self._core.pool.num_pinned and self._num_missing(needed, blocks) > 0:
-            return None  # mostly so where many run: it does not fit, however little these will take yet
         for other in running:
             needed += self._needs.growth(other) + len(other.forks) * num_groups
         missing = self._num_missing(needed, blocks)
@@ -108,6 +121,18 @@ class Relief:
         if self._num_missing(needed, blocks) > -num_groups:  # a copy keeps its sources for this step
             return hit._replace(partial=None, num_partial_tokens=0)
         return hit
+
+    def _needed_at_once(self, request: Request, hit: PrefixHit, beside: Request | None) -> int:
+        """Return how many blocks there must be for ``request``, which waits, and for nobody that runs."""
+        begun = hit.num_blocks * self._core.block_size + hit.num_partial_tokens
+        needed = max(self._needs.whole(request), self._needs.to_begin(request, begun))
+        if self._queues.with_blocks:
+            needed += self._needs.watermark_blocks + len(request.forks) * self._core.num_groups
+            if request.beams is not None:  # they begin again, and would have to go again
+                needed += max(0, request.beams.num_held - self._needs.whole(request))
+        if beside is not None:
+            needed += self._needs.whole(beside) + len(beside.forks) * self._core.num_groups
+        return needed
 
     def room_to_stream(self, request: Request, now: float) -> bool:
         """Make room for what ``request``, which waits, needs of the device at a time; False if there is none."""
