@@ -67,14 +67,20 @@ def ask_until_it_switches(server: LocalServer) -> None:
 
 
 BLOCK_BYTES = 2**13
+LIMITED = {
+    "scheduling_policy": "lpm",
+    "max_num_partial_prefills": 2,
+    "max_long_partial_prefills": 1,
+    "long_prefill_token_threshold": 20,
+}
 
 
 @pytest.fixture(
     scope="module",
     params=[
-        ("learned", 40, None),
-        pytest.param(("weighted", 0, {"method": "tree"}), marks=pytest.mark.long),
-        ("auto", 0, None),
+        ("learned", 40, None, {}),
+        pytest.param(("weighted", 0, {"method": "tree"}, {}), marks=pytest.mark.long),
+        ("auto", 0, None, LIMITED),
     ],
     ids=["with a host tier", "weighted, with drafts", "auto"],
 )
@@ -85,7 +91,7 @@ def recorded(request, tiny_chat_model: Path, tmp_path_factory) -> Iterator[Path]
 
     Bits turn in what its host tier holds, if it has one.
     """
-    policy, num_host_blocks, drafts = request.param
+    policy, num_host_blocks, drafts, limited = request.param
     eager = pytest.MonkeyPatch()
     for name, value in {"_BETTER": 0.0, "_CHANCE": 0.0}.items():
         eager.setattr(f"pagefold.kv.policies.auto.{name}", value)
@@ -100,6 +106,7 @@ def recorded(request, tiny_chat_model: Path, tmp_path_factory) -> Iterator[Path]
         max_num_seqs=6,
         max_num_batched_tokens=48,
         speculative_config=drafts,
+        **limited,
         door={"admin_api_key": "key"},
     )
     if drafts is not None:
