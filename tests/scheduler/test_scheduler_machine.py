@@ -2,7 +2,8 @@
 
 Held after every operation, for every policy, with tiny pools, small chunks and few seats:
 
-* ``audit`` passes; ``waiting`` is in the policy's order; first come first served, ``running`` came before ``waiting``;
+* ``audit`` passes; ``waiting`` is in the policy's order; first come first served, ``running`` came before ``waiting``,
+  but for those that were preempted;
 * a plan's columns are consistent: the budget is kept, every running request has a row of at least one token or was
   preempted, no position is computed twice or skipped, seeds and draws are those of the row's request;
 * each row finds in its blocks exactly its own history, and what it writes is still there when all rows have written.
@@ -11,8 +12,9 @@ Held after every operation, for every policy, with tiny pools, small chunks and 
   samples is sampled once for each when it is computed, and then they are requests like all others;
 * what pins keep is read back; nobody is preempted while pins alone keep a block, a pin is given up only for somebody
   who then gets on, and nobody waits for memory that pins keep;
-* the oldest request is never preempted; admission waits only for budget, seats or memory; every request ends within as
-  many steps as there are tokens.
+* who is preempted has no row, comes behind its beneficiary, and is whom a slow twin of ``victims.py`` would choose; the
+  oldest request never is; who comes back has room for a while; admission waits only for budget, seats or memory; while
+  there is work each step computes tokens; every request ends within as many steps as there are tokens.
 
 * where blocks are sealed, each row finds in its residual what its sequence has of its last block, and begins a block or
   ends in the one that it begins in; who loses a residual by a failed step begins the block again;
@@ -214,6 +216,8 @@ class Machine:
         self.events: list[Event] = []
         self.now = 0.0
         self.computed_at_failure: dict[str, int] = {}  # tokens of who ran when the last step failed
+        self.chosen: list[tuple[Request, Request]] = []  # of this schedule(): who was preempted, and for whom
+        self.scheduler._rows._relief._victims.choose = self._choose
         self.failed_extends: list[int] = []  # of this schedule(): how many blocks pins alone kept each time
         self.core.extend = self._extend
         self.seen: Counter[str] = Counter()
@@ -275,6 +279,7 @@ class Machine:
             return
         before = sorted(self.scheduler.running, key=lambda request: request.order)
         waited = list(self.scheduler.waiting)
+        self.chosen.clear()
         self.events.clear()
         self.failed_extends.clear()
         self._give_drafts()
@@ -643,7 +648,7 @@ class Machine:
         waiting = [request.order for request in scheduler.waiting]
         assert waiting == sorted(waiting), "not in the policy's order"
         if self.setup.scheduling == "fcfs":
-            everybody = [request.index for request in (*scheduler.running, *scheduler.waiting)]
+            everybody = [one.index for one in (*scheduler.running, *scheduler.waiting) if not one.num_preemptions]
             is_in_order = everybody == sorted(everybody)
             self.is_out_of_order = not is_in_order and (self.is_out_of_order or scheduler.suspicion.is_on)
             assert is_in_order or self.is_out_of_order, "not in order of arrival"
@@ -719,11 +724,11 @@ class Machine:
         after = {request.request_id for request in self.scheduler.running}
         preempted = [event.request_id for event in self.events if isinstance(event, RequestPreempted)]
         assert len(set(preempted)) == len(preempted)
-        planned = {request.request_id for request in self.scheduler.in_step}.difference(preempted)
-        others = [request.request_id for request in reversed(before)]
-        if self.scheduler.suspicion.is_on:
-            others = [request_id for request_id in others if request_id not in planned]
-        assert preempted == others[: len(preempted)], "not from the end"
+        assert preempted == [victim.request_id for victim, _ in self.chosen]
+        for victim, beneficiary in self.chosen:
+            assert victim is beneficiary or victim.order > beneficiary.order, "for somebody behind it"
+            self._saw("not the last was preempted", victim.index < max(one.index for one in before))
+            self._saw("went itself", victim is beneficiary)
         for request in before:
             request_id = request.request_id
             if request_id in preempted:
@@ -756,13 +761,48 @@ class Machine:
             return
         head = scheduler.waiting[0]
         num_groups, num_new = len(self.setup.rules), self.setup.max_num_batched_tokens
-        needed = core.num_blocks_for(head.num_tokens + 1, num_new, is_expected=True) + len(head.forks) * num_groups
+        num_steps = self._num_reserved(head)
+        if num_steps is None:
+            self._saw("comes back when it is first")
+            return
+        num_tokens = min(head.num_tokens + num_steps, max(head.num_tokens, head.stop.max_total_tokens)) + 1
+        needed = core.num_blocks_for(num_tokens, num_new, is_expected=True) + len(head.forks) * num_groups
         needed += int(self.setup.num_blocks * 0.01)
         for request in scheduler.running:
-            needed += core.num_blocks_for(request.num_tokens, num_new, request.cache, is_expected=True)
+            num_tokens = max(request.num_tokens, min(request.num_tokens + num_steps, request.stop.max_total_tokens))
+            needed += core.num_blocks_for(num_tokens, num_new, request.cache, is_expected=True)
             needed += len(request.forks) * num_groups
         assert needed > core.num_available + core.pool.num_pinned, f"{head} could run"
         self._saw("waits for memory")
+
+    def _num_reserved(self, head: Request) -> int | None:
+        """Return for how many steps there must be room beside what waits first; None where it waits for all of them."""
+        if not head.num_preemptions or head.order < min(one.order for one in self.scheduler.running):
+            return 0
+        self._saw("reserves")
+        return None if head.num_preemptions > 2 else head.num_preemptions * max(head.num_output_tokens, BLOCK_SIZE)
+
+    def _choose(self, beneficiary: Request, num_planned: int) -> Request:
+        """Choose a victim, as the scheduler does, beside a slow twin."""
+        choose, queues = type(self.scheduler._rows._relief._victims).choose, self.scheduler._queues
+        victim = choose(self.scheduler._rows._relief._victims, beneficiary, num_planned)
+        having = [*queues.running[num_planned:], *queues.set_aside]
+        behind = sorted((one for one in having if one.order > beneficiary.order), key=lambda one: one.order)
+        urgency = (lambda one: 0) if self.setup.scheduling == "fcfs" else (lambda one: one.priority)
+        least = [one for one in behind if urgency(one) == max(map(urgency, behind))]
+        fewest = [one for one in least if one.num_preemptions == min(each.num_preemptions for each in least)]
+        expected = beneficiary
+        if fewest:
+            is_spared = fewest[0].num_preemptions >= 2 > beneficiary.num_preemptions
+            if not (is_spared and num_planned and urgency(fewest[0]) <= urgency(beneficiary)):
+                losses = [(loss_of(self.core, one), -place) for place, one in enumerate(fewest)]
+                expected = fewest[-min(losses)[1]]
+                self._saw("loses least", expected is not fewest[-1])
+            else:
+                self._saw("spared")
+        assert victim is expected, f"{victim} is preempted, not {expected}"
+        self.chosen.append((victim, beneficiary))
+        return victim
 
     def _check_given_up(self, flight: Flight) -> None:
         """Pins went for the sake of somebody who runs now, before anybody was preempted."""
@@ -1002,6 +1042,28 @@ class Machine:
     def _saw(self, what: str, holds: bool = True) -> None:
         if holds:
             self.seen[what] += 1
+
+
+def loss_of(core: KVCore, request: Request) -> float:
+    """Return the tokens that a request would compute again for each block that it alone has, block by block."""
+    cache, num_computed = request.cache, request.num_computed_tokens
+    own = [
+        block_id
+        for block_id in cache.all_block_ids()
+        if core.pool.blocks[block_id].num_table_refs == 1 and not core.pool.blocks[block_id].num_pin_refs
+    ]
+    num_kept = min(
+        (
+            next((place for place, block_id in enumerate(table.block_ids) if block_id in own), len(table.block_ids))
+            for table in cache.tables
+            if not table.num_trimmed
+        ),
+        default=0,
+    )
+    num_published = cache.num_published * BLOCK_SIZE if cache.has_path else 0
+    lost = range(min(num_kept * BLOCK_SIZE, num_published, num_computed), num_computed)
+    num_restored = sum(core.host.is_on and position < num_published for position in lost)
+    return (len(lost) - num_restored + num_restored * 0.01) / len(own) if own else float("inf")
 
 
 def samples_of(plan: StepPlan, requests: list[Request]) -> list[Request]:
@@ -1325,16 +1387,19 @@ def test_what_is_worth_testing_happens() -> None:
         "forked inside a block",
         "joined at commit",
         "lean on a promise",
+        "loses least",
         "lost what was not sealed",
         "not ahead: a fork",
         "not ahead: a join",
         "not ahead: memory",
+        "not the last was preempted",
         "overtakes",
         "pin given up for one that runs",
         "pin given up for one that waits",
         "pinned",
         "preempted",
         "prefix hit",
+        "reserves",
         "reset during a step",
         "reset during two steps",
         "samples cancelled in the step that forks",
@@ -1345,6 +1410,7 @@ def test_what_is_worth_testing_happens() -> None:
         "somebody new waits for a search",
         "two culprits in a step",
         "waits for memory",
+        "went itself",
         "what a preemption kept",
     ):
         assert seen[what] > 0, f"{what} never happened: {seen}"

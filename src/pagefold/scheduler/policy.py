@@ -1,7 +1,8 @@
 """Scheduling policies: in which order requests wait, and in which order running ones give way.
 
 A policy gives each request one key when it arrives; the smallest goes first, and never changes. Waiting requests are
-admitted in this order, and running ones are preempted from its end.
+admitted in this order, and who runs is preempted only for somebody before it. It gives each a level too: of those that
+could be preempted, the least urgent level goes first (``victims.py``).
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ class SchedulingPolicy(Protocol):
     def key(self, request: Request) -> OrderKey:
         """Return the key of a request that has just arrived; ``request.index`` is set."""
 
+    def level(self, request: Request) -> int:
+        """Return how urgent a request is, whenever it came: the smaller, the more."""
+
 
 class FirstComeFirstServed:
     """In order of arrival, whatever their priority."""
@@ -36,6 +40,10 @@ class FirstComeFirstServed:
     def key(self, request: Request) -> OrderKey:
         """See :class:`SchedulingPolicy`."""
         return (0.0, request.index)
+
+    def level(self, request: Request) -> int:  # noqa: ARG002 - nobody is more urgent
+        """See :class:`SchedulingPolicy`."""
+        return 0
 
 
 class PriorityWithAging:
@@ -57,6 +65,10 @@ class PriorityWithAging:
     def key(self, request: Request) -> OrderKey:
         """See :class:`SchedulingPolicy`."""
         return (request.priority * self._aging_s + request.arrival_s, request.index)
+
+    def level(self, request: Request) -> int:
+        """See :class:`SchedulingPolicy`."""
+        return request.priority
 
 
 SCHEDULING_POLICIES: dict[str, Callable[[float], SchedulingPolicy]] = {

@@ -7,9 +7,9 @@ A step is one sentence::
     scheduler.apply(result)          or, when the runner raised: scheduler.abandon(error)
 
 Running requests get their rows first (``rows.py``), and what is left of the budget admits waiting ones
-(``admission.py``). Memory is found as ``relief.py`` says. Preemption takes from the end of ``running``, so the first in
-order always gets on, and a victim is never part of the plan that is being made. First come first served, all in
-``running`` came before all in ``waiting``, but for those that were tried apart.
+(``admission.py``). Memory is found as ``relief.py`` says. Preemption takes from those behind who needs a block
+(``victims.py``), so the first in order always gets on, and a victim is never part of the plan that is being made. First
+come first served, all in ``running`` came before all in ``waiting``, but for those that were preempted or tried apart.
 
 When a step has failed, ``suspicion.py`` says who alone is planned until it is known whose fault that was. Who runs and
 is not chosen keeps its blocks, unless somebody more urgent needs them.
@@ -49,6 +49,7 @@ from pagefold.scheduler.needs import Needs
 from pagefold.scheduler.policy import FirstComeFirstServed
 from pagefold.scheduler.queues import Queues
 from pagefold.scheduler.relief import Relief
+from pagefold.scheduler.reservation import Reservation
 from pagefold.scheduler.rows import RowPlanner
 from pagefold.scheduler.samples import fork_samples
 from pagefold.scheduler.step_in_flight import StepInFlight
@@ -56,6 +57,7 @@ from pagefold.scheduler.streamer import Streamer
 from pagefold.scheduler.suspicion import Suspicion
 from pagefold.scheduler.telling import tell_added, tell_lookups
 from pagefold.scheduler.verifying import settle, verify
+from pagefold.scheduler.victims import Victims
 from pagefold.steps import StepPlan, StepResult
 
 if TYPE_CHECKING:
@@ -121,7 +123,8 @@ class Scheduler:
         needs = Needs(core, limits.max_num_batched_tokens)
         streamer = Streamer(core, needs)
         self._leaving = Leaving(core, queues, streamer, emit)
-        relief = Relief(core, queues, needs, streamer, self._leaving, emit)
+        victims, reservation = Victims(core, queues, self.policy), Reservation(queues, core.block_size)
+        relief = Relief(core, queues, needs, streamer, self._leaving, victims, reservation, emit)
         admission = Admission(core, queues, streamer, relief, limits.max_num_seqs, emit)
         self._rows = RowPlanner(core, queues, relief, admission, limits.max_num_batched_tokens)
         self._look_ahead = LookAhead(core, queues, self._rows)
