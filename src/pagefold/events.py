@@ -34,6 +34,7 @@ __all__ = [
     "HostTransfer",
     "NextTokens",
     "OutputFinished",
+    "OutputForecastChecked",
     "PathForgotten",
     "PathsDistrusted",
     "PinCause",
@@ -542,9 +543,30 @@ class PromptFinished:
     num_longest_tokens: int
 
 
-WaitCause: TypeAlias = Literal["seats", "memory", "tokens", "apart"]
-"""What the head of the queue waits for, and with it all behind: one of the places (``max_num_seqs``), blocks, tokens of
-a step's budget, or that those run apart whom a failed step left under suspicion."""
+@dataclass(frozen=True, slots=True)
+class OutputForecastChecked:
+    """A request has ended for which, when it came, an interval was stated that should hold 8 of 10 outputs.
+
+    Attributes:
+        least_tokens, most_tokens: the interval.
+        num_output_tokens: what the output was.
+    """
+
+    request_id: str
+    least_tokens: int
+    most_tokens: int
+    num_output_tokens: int
+
+    @property
+    def is_within(self) -> bool:
+        """Whether the interval held it."""
+        return self.least_tokens <= self.num_output_tokens <= self.most_tokens
+
+
+WaitCause: TypeAlias = Literal["seats", "memory", "growth", "prefills", "tokens", "apart"]
+"""What who is next waits for, and with it all behind: one of the places (``max_num_seqs``), blocks, blocks that are
+promised to the growth of those that run, a place among prompts that are partly computed, tokens of a step's budget, or
+that those run apart whom a failed step left under suspicion."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -650,6 +672,7 @@ Event: TypeAlias = (
     | FirstToken
     | NextTokens
     | OutputFinished
+    | OutputForecastChecked
     | PromptFinished
     | StepApplied
     | ChunksPacked

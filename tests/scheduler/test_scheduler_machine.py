@@ -14,7 +14,9 @@ Held after every operation, for every policy, with tiny pools, small chunks and 
   who then gets on, and nobody waits for memory that pins keep;
 * who is preempted has no row, comes behind its beneficiary, and is whom a slow twin of ``victims.py`` would choose; the
   oldest request never is; who comes back has room for a while; admission waits only for budget, seats or memory; while
-  there is work each step computes tokens; every request ends within as many steps as there are tokens.
+  there is work each step computes tokens; every request ends within as many steps as there are tokens;
+* where growth is expected, a slow twin agrees that there is no room beside it, and that what is promised is what all
+  lack of their ends; where prompts have places, none begins beside too many, and no row has more of one than it may.
 
 * where blocks are sealed, each row finds in its residual what its sequence has of its last block, and begins a block or
   ends in the one that it begins in; who loses a residual by a failed step begins the block again;
@@ -43,9 +45,10 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from slow_growth import all_at_their_ends, has_room
 from until_seen import IN_FULL, until_seen
 
-from pagefold.events import DraftsVerified, Event, PinDropped, PrefixLookup, RequestPreempted, StepApplied
+from pagefold.events import DraftsVerified, Event, PinDropped, PrefixLookup, RequestPreempted, StepApplied, StepPlanned
 from pagefold.kv import (
     KEEP_ALL,
     NO_HOST,
@@ -63,7 +66,8 @@ from pagefold.kv import (
 )
 from pagefold.request import Request, RequestStatus, StopRule, WarmUp
 from pagefold.sampling import SamplingParams
-from pagefold.scheduler import SCHEDULING_POLICIES, Scheduler, SchedulerLimits
+from pagefold.scheduler import SCHEDULING_POLICIES, PrefillLimits, Scheduler, SchedulerLimits
+from pagefold.scheduler.prefill_limits import NO_PREFILL_LIMITS
 from pagefold.scheduler.suspicion import MAX_FAILED_IN_A_ROW
 from pagefold.sim.shadow_runner import VOCAB_SIZE, ShadowRunner, alone, cells_of
 
@@ -102,6 +106,12 @@ GROUPS = (
 )
 
 
+EXPECTING = ("predicted", "max_tokens")
+"""Rules of admission that expect growth."""
+
+PREFILLS = (NO_PREFILL_LIMITS, PrefillLimits(max_num_partial=1), PrefillLimits(2, 1, 5))
+
+
 @dataclass(frozen=True)
 class Setup:
     """A pool and the limits of a step."""
@@ -125,6 +135,8 @@ class Setup:
     """Some of those that run have drafts, right and wrong ones."""
     has_culprits: bool = False
     """Steps fail because of who is in them, and never otherwise."""
+    admission: str = "prompt"
+    prefills: PrefillLimits = NO_PREFILL_LIMITS
 
 
 @dataclass
@@ -184,9 +196,9 @@ class Machine:
             residuals=Residuals(setup.max_num_seqs, BLOCK_SIZE) if setup.seals else NO_RESIDUALS,
             emit=self._on_event,
         )
-        limits = SchedulerLimits(setup.max_num_seqs, setup.max_num_batched_tokens)
+        limits = SchedulerLimits(setup.max_num_seqs, setup.max_num_batched_tokens, setup.prefills)
         scheduling = SCHEDULING_POLICIES[setup.scheduling](2.5)
-        self.scheduler = Scheduler(self.core, limits, policy=scheduling, emit=self._on_event)
+        self.scheduler = Scheduler(self.core, limits, policy=scheduling, admission=setup.admission, emit=self._on_event)
         self.runner = ShadowRunner(self.scheduler)
         self.whole = self.runner.whole_group
         num_new = setup.max_num_batched_tokens
@@ -647,7 +659,11 @@ class Machine:
         audit(core)
         waiting = [request.order for request in scheduler.waiting]
         assert waiting == sorted(waiting), "not in the policy's order"
-        if self.setup.scheduling == "fcfs":
+        if self.setup.scheduling == "lpm" or self.setup.prefills.max_long_partial is not None:
+            self._saw(
+                "overtakes", any(one.index > other.index for one in scheduler.running for other in scheduler.waiting)
+            )
+        elif self.setup.scheduling == "fcfs":
             everybody = [one.index for one in (*scheduler.running, *scheduler.waiting) if not one.num_preemptions]
             is_in_order = everybody == sorted(everybody)
             self.is_out_of_order = not is_in_order and (self.is_out_of_order or scheduler.suspicion.is_on)
@@ -683,6 +699,7 @@ class Machine:
                 self._check_published(request)
                 self._check_cells(request, waits_for)
         self._check_pins()
+        self._check_promised()
         for block_id in self._meaningless(core.pool.free_ids):
             self.runner.poison(block_id)
         for host_id in core.host.blocks.free_ids():
@@ -751,20 +768,60 @@ class Machine:
 
     def _check_admission(self, plan: StepPlan) -> None:
         """Nobody waits who could run: admission ends for want of budget, seats or memory."""
-        scheduler, core = self.scheduler, self.core
+        scheduler = self.scheduler
         if scheduler.suspicion.is_on:
             return
+        (planned,) = [event for event in self.events if isinstance(event, StepPlanned)]
+        self._saw(f"waits for {planned.waits_for}", bool(scheduler.waiting))
         num_seats = self.setup.max_num_seqs - sum(request.num_seqs for request in scheduler.running)
-        if not scheduler.waiting or scheduler.waiting[0].num_seqs > num_seats:
+        candidates = list(scheduler.waiting) if self.setup.scheduling == "lpm" else [*scheduler.waiting][:1]
+        if any(request.num_seqs > num_seats for request in candidates) or not candidates:
+            return
+        if planned.waits_for == "prefills":
+            self._check_prefills(plan)
             return
         if len(plan.token_ids) == self.setup.max_num_batched_tokens or plan.copies:
             return
-        head = scheduler.waiting[0]
+        if planned.waits_for == "growth":
+            could_run = [has_room(scheduler, request, plan.step_id) for request in candidates]
+            assert not all(could_run) or not self._is_exact(), "there is room beside all growth"
+            return
+        assert not all(self._could_run(request) for request in candidates), f"{candidates} could run"
+
+    def _check_prefills(self, plan: StepPlan) -> None:
+        """There are as many partly computed prompts as may be."""
+        limits = self.setup.prefills
+        rows = zip(self.scheduler.in_step, plan.starts, plan.num_tokens, strict=True)
+        left = [one.num_tokens - start for one, start, num_tokens in rows if start + num_tokens < one.num_tokens]
+        num_long = sum(0 < limits.long_threshold < num_tokens for num_tokens in left)
+        is_full = limits.max_num_partial is not None and len(left) >= limits.max_num_partial
+        assert is_full or (limits.max_long_partial is not None and num_long >= limits.max_long_partial)
+
+    def _is_exact(self) -> bool:
+        """Whether what requests take can be told from their tokens: who has drafts, or gives blocks back, may vary."""
+        return not self.setup.drafts and not self.core.trims
+
+    def _check_promised(self) -> None:
+        """What is promised is what those that run lack of their ends."""
+        rule = self.scheduler.rule
+        if rule.name == "prompt":
+            return
+        assert rule._running.keys() == set(self.scheduler.running)
+        assert sum(lot.num_seqs for lot in rule._lots.values()) == len(self.scheduler.running)
+        if self._is_exact():
+            assert rule.num_promised == all_at_their_ends(self.scheduler)
+        for request in (*self.scheduler.running, *self.scheduler.waiting):
+            forecast = rule._forecasts[request]
+            assert request.num_prompt_tokens + forecast.most_tokens <= request.stop.max_total_tokens
+
+    def _could_run(self, head: Request) -> bool:
+        """Whether all tokens of one that waits fit beside those of all that run."""
+        scheduler, core = self.scheduler, self.core
         num_groups, num_new = len(self.setup.rules), self.setup.max_num_batched_tokens
         num_steps = self._num_reserved(head)
         if num_steps is None:
             self._saw("comes back when it is first")
-            return
+            return False
         num_tokens = min(head.num_tokens + num_steps, max(head.num_tokens, head.stop.max_total_tokens)) + 1
         needed = core.num_blocks_for(num_tokens, num_new, is_expected=True) + len(head.forks) * num_groups
         needed += int(self.setup.num_blocks * 0.01)
@@ -772,8 +829,7 @@ class Machine:
             num_tokens = max(request.num_tokens, min(request.num_tokens + num_steps, request.stop.max_total_tokens))
             needed += core.num_blocks_for(num_tokens, num_new, request.cache, is_expected=True)
             needed += len(request.forks) * num_groups
-        assert needed > core.num_available + core.pool.num_pinned, f"{head} could run"
-        self._saw("waits for memory")
+        return needed <= core.num_available + core.pool.num_pinned
 
     def _num_reserved(self, head: Request) -> int | None:
         """Return for how many steps there must be room beside what waits first; None where it waits for all of them."""
@@ -885,6 +941,7 @@ class Machine:
                 sampling += [(row, request.seed, num_outputs - back) for back in range(len(drafts), 0, -1)]
                 sampling += [(row, sample.seed, num_outputs) for sample in (request, *request.forks)]
             self._saw("chunk", start + num_tokens < num_known)
+            assert num_tokens <= (self.setup.prefills.long_threshold or num_tokens) or drafts
         ends = [start + num_tokens for start, num_tokens in zip(plan.starts, plan.num_tokens, strict=True)]
         num_slots = [len(block_ids) * block_size for block_ids in self._whole_of(plan)]
         wasted = sum(slots - end for slots, end in zip(num_slots, ends, strict=True))
@@ -918,7 +975,7 @@ class Machine:
         assert not [event for event in self.events if isinstance(event, PrefixLookup)], "told before it ran"
         rows = {id(self._blocks_of(request)): request for request in self.scheduler.running}
         requests = [rows[id(block_ids)] for block_ids in self._whole_of(plan)]
-        admitted.sort(key=lambda request: request.order)
+        admitted.sort(key=requests.index)
         lookups = [self._lookup_of(request) for request in admitted]
         self.computed |= {lookup.request_id: lookup.num_hit_tokens for lookup in lookups}
         rows_then = zip(plan.starts, plan.tables, strict=True)  # of a row that begins, the runner asks whose it is
@@ -1119,7 +1176,7 @@ def random_operations(
     rules: tuple[KeepRule, ...] = (KEEP_ALL,),
     *,
     has_host: bool = False,
-    **changes: bool,
+    **changes: object,
 ) -> Counter[str]:
     """Do ``num_operations`` random operations with everything checked after each. Return how often what happened.
 
@@ -1128,7 +1185,8 @@ def random_operations(
     rng = Random(seed)
     setup = random_setup(rng, policy)
     if len(rules) > 1:
-        setup = replace(setup, rules=rules, num_blocks=setup.num_blocks * len(rules), **changes)
+        setup = replace(setup, rules=rules, num_blocks=setup.num_blocks * len(rules))
+    setup = replace(setup, **changes)
     if has_host:  # and a device that is too small, so that blocks go there
         num_blocks, num_host_blocks = rng.choice((6, 9, 14)), rng.choice((5, 30, 200))
         setup = replace(setup, num_blocks=num_blocks * len(rules), num_host_blocks=num_host_blocks * len(rules))
@@ -1161,17 +1219,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_blocks=st.sampled_from((6, 9, 14, 3)),
         limits=st.sampled_from([(seqs, budget) for seqs in (4, 2, 1) for budget in (64, 9, 4)]),
         policy=st.sampled_from(("lru", "lfu", "fifo")),
-        scheduling=st.sampled_from(("fcfs", "priority")),
+        scheduling=st.sampled_from(("fcfs", "priority", "lpm")),
+        load=st.sampled_from([(admission, limits) for limits in PREFILLS for admission in ("prompt", *EXPECTING)]),
         kind=st.sampled_from([{}, {"long_outputs": True}, {"seals": True}, {"long_outputs": True, "seals": True}]),
         has_culprits=st.booleans(),
         drafts=st.booleans(),
     )
-    def start(
+    def start(  # noqa: PLR0917 - what is drawn
         self,
         num_blocks: int,
         limits: tuple[int, int],
         policy: str,
         scheduling: str,
+        load: tuple[str, PrefillLimits],
         kind: dict[str, bool],
         *,
         has_culprits: bool,
@@ -1181,6 +1241,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         setup = Setup(
             num_blocks, *limits, policy, scheduling=scheduling, has_culprits=has_culprits, drafts=drafts, **kind
         )
+        setup = replace(setup, admission=load[0], prefills=load[1])
         self.machine = Machine(setup)
 
     @rule(which=ints, length=ints, own=ints, num_new=ints)
@@ -1271,6 +1332,34 @@ def test_random_operations(policy: str, in_full: bool) -> None:
     """In full some 10^4 operations over all policies, in 8 setups each."""
     for seed in range(8 if in_full else 3):
         random_operations(seed, 400, policy)
+
+
+@pytest.mark.parametrize("scheduling", ["fcfs", "lpm"])
+@pytest.mark.parametrize("prefills", PREFILLS, ids=str)
+@pytest.mark.parametrize("admission", EXPECTING)
+@IN_FULL
+def test_random_operations_under_load(admission: str, prefills: PrefillLimits, scheduling: str, in_full: bool) -> None:
+    """The same where growth is expected, where prompts have places, and where some overtake."""
+    for seed in range(200, 206 if in_full else 202):
+        changes = {"drafts": False} if seed % 2 else {}
+        random_operations(seed, 300, "lru", admission=admission, prefills=prefills, scheduling=scheduling, **changes)
+
+
+@pytest.mark.parametrize("rules", [GROUPS[3], GROUPS[5], PACKING[0]], ids=str)
+def test_random_operations_under_load_with_several_groups(rules: tuple[KeepRule, ...]) -> None:
+    for seed in range(210, 212):
+        random_operations(seed, 300, "lru", rules, seals=False, admission="predicted", prefills=PREFILLS[2])
+
+
+@IN_FULL
+def test_what_happens_under_load(in_full: bool) -> None:
+    """A control: requests wait for growth and for places, and overtake."""
+    seen: Counter[str] = Counter()
+    asked = "waits for growth", "waits for prefills", "waits for memory", "overtakes", "preempted", "ahead"
+    for seed in until_seen(range(220, 232), seen, asked, in_full=in_full):
+        setup = {"admission": "predicted", "prefills": PREFILLS[2], "has_culprits": False}
+        seen += random_operations(seed, 300, "lru", **setup, scheduling=("fcfs", "lpm")[seed % 2])
+    assert min(seen[what] for what in asked) > 0, seen
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from pagefold.beams import BeamGroup
     from pagefold.kv import KVCore, SequenceCache
     from pagefold.request import WarmUp
+    from pagefold.scheduler.growth import AdmissionRule
     from pagefold.scheduler.queues import Queues
     from pagefold.scheduler.step_in_flight import StepInFlight
     from pagefold.scheduler.streamer import Streamer
@@ -27,13 +28,15 @@ class Leaving:
         core: has their blocks.
         queues: where those go that wait again.
         streamer: keeps what a request that streams has.
+        rule: expects no growth any more of who goes.
         emit: where events go.
     """
 
-    def __init__(self, core: KVCore, queues: Queues, streamer: Streamer, emit: Emit) -> None:
+    def __init__(self, core: KVCore, queues: Queues, streamer: Streamer, rule: AdmissionRule, emit: Emit) -> None:
         self._core = core
         self._queues = queues
         self._streamer = streamer
+        self._rule = rule
         self._emit = emit
 
     def wait_again(self, request: Request, *, is_preempted: bool = False) -> None:
@@ -67,6 +70,7 @@ class Leaving:
         for sample in (request, *request.forks):
             sample.finish_reason = reason
             sample.to(RequestStatus.FINISHED)
+            self._rule.ended(sample, reason)
             self._emit(
                 RequestFinished(
                     sample.request_id, reason, sample.num_prompt_tokens, sample.num_output_tokens, sample.sample_index
@@ -100,6 +104,7 @@ class Leaving:
         """Give back a request's blocks, and tell the policy whose they were, and what share of it was computed."""
         cache, use = request.cache, request.prompt_use
         assert cache is not None
+        self._rule.forget(request)
         self._streamer.keep(request)
         request.kept_share = self._core.packing.kept_share(cache)
         cache.facts = RequestFacts(progress, request.priority, is_repeat=use.is_told)

@@ -24,7 +24,6 @@ Beams begin so too, and then stay together: ``beams.py`` says after each step wh
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pagefold.events import (
@@ -40,6 +39,7 @@ from pagefold.scheduler.beams import Beams, leaders
 from pagefold.scheduler.committing import commit, commit_packed, join, publish_late
 from pagefold.scheduler.corrupted import end_corrupted
 from pagefold.scheduler.ending import take_tokens
+from pagefold.scheduler.expected_growth import ADMISSION_RULES
 from pagefold.scheduler.extras import apply_extras
 from pagefold.scheduler.failed_steps import FailedSteps
 from pagefold.scheduler.flight import Flight
@@ -64,23 +64,10 @@ if TYPE_CHECKING:
     from collections import deque
 
     from pagefold.kv import KVCore
+    from pagefold.scheduler.limits import SchedulerLimits
     from pagefold.scheduler.policy import SchedulingPolicy
 
-__all__ = ["Scheduler", "SchedulerLimits"]
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerLimits:
-    """How much one step may hold.
-
-    Attributes:
-        max_num_seqs: sequences running at once.
-        max_num_batched_tokens: tokens computed in one step; not less than ``max_num_seqs``, so that every running
-            sequence gets its token in every step.
-    """
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
+__all__ = ["Scheduler"]
 
 
 class Scheduler:
@@ -90,9 +77,11 @@ class Scheduler:
         core: the KV core.
         limits: what one step may hold.
         policy: the order of requests; first come first served if not given.
+        admission: who may be let in beside what growth of those that run: a name of ``ADMISSION_RULES``.
         emit: where events go.
 
     Attributes:
+        rule: the rule of that name.
         timed_out: those that the last call of :meth:`schedule` ended.
         corrupted: those that the last call of :meth:`apply` ended, since the model computed no numbers for them.
         distrusted: digests of the paths that were dropped with them, for slower tiers to forget.
@@ -105,6 +94,7 @@ class Scheduler:
         limits: SchedulerLimits,
         *,
         policy: SchedulingPolicy | None = None,
+        admission: str = "prompt",
         emit: Emit = ignore,
     ) -> None:
         assert limits.max_num_batched_tokens >= limits.max_num_seqs, "every running sequence needs a token a step"
@@ -121,14 +111,15 @@ class Scheduler:
         self._num_arrived = 0
         self._queues = queues = Queues()
         needs = Needs(core, limits.max_num_batched_tokens)
+        self.rule = rule = ADMISSION_RULES[admission](core, needs, emit)
         streamer = Streamer(core, needs)
-        self._leaving = Leaving(core, queues, streamer, emit)
+        self._leaving = Leaving(core, queues, streamer, rule, emit)
         victims, reservation = Victims(core, queues, self.policy), Reservation(queues, core.block_size)
-        relief = Relief(core, queues, needs, streamer, self._leaving, victims, reservation, emit)
-        admission = Admission(core, queues, streamer, relief, limits.max_num_seqs, emit)
-        self._rows = RowPlanner(core, queues, relief, admission, limits.max_num_batched_tokens)
+        relief = Relief(core, queues, needs, streamer, self._leaving, victims, reservation, rule, emit)
+        admits = Admission(core, queues, streamer, relief, rule, self.policy, limits, emit)
+        self._rows = RowPlanner(core, queues, relief, admits, limits)
         self._look_ahead = LookAhead(core, queues, self._rows)
-        self._beams = Beams(core, queues, self._leaving)
+        self._beams = Beams(core, queues, self._leaving, rule)
         self._failed_steps = FailedSteps(core, queues, self._leaving, self.suspicion, emit)
 
     # Requests come and go.
@@ -175,6 +166,7 @@ class Scheduler:
             sample.index = self._num_arrived
             self._num_arrived += 1
             sample.order = self.policy.key(sample)
+            self.rule.arrived(sample)
         self._queues.enter(request)
         self._queues.wait(request)
         tell_added(self._emit, request)
@@ -286,7 +278,7 @@ class Scheduler:
             join(core, late, behind)
             any_ended = True
         apply_extras(plan, result, step, dropped)
-        fork_samples(step, core, self._queues)
+        fork_samples(step, core, self._queues, self.rule)
         sampled = take_tokens(step, result, dropped)
         if plan.logprob_rows and any(request.beams is not None for request in requests):
             sampled += self._beams.advance(step, result)

@@ -44,6 +44,7 @@ class StepInFlight:
             reads theirs, is over.
         num_leaving: of those that the step before was planned for, so many have nothing left to compute behind it.
         num_admitted: the last so many of ``requests`` were admitted in this step.
+        partial: those of ``requests`` that have tokens behind it whose KV is not computed: of prompts, mostly.
         num_prefill_tokens, num_recomputed_tokens: of prompts, and of what had been computed before.
         waits_for: what those wait for whom it has not let in; None where nobody does.
     """
@@ -59,6 +60,7 @@ class StepInFlight:
         "num_leaving",
         "num_prefill_tokens",
         "num_recomputed_tokens",
+        "partial",
         "plan",
         "promises",
         "requests",
@@ -74,6 +76,7 @@ class StepInFlight:
         self.requests: list[Request] = []
         self.samples: list[Request] = []
         self.forking: list[Request] = []
+        self.partial: list[Request] = []
         self.promises: list[Promise] = []
         self.filling: list[Request] = []
         self.joins: list[Promise] = []
