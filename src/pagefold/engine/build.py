@@ -37,7 +37,7 @@ from pagefold.kv import (
     make_policy,
 )
 from pagefold.memory.capacity import human_bytes
-from pagefold.scheduler import NO_TIERING, SCHEDULING_POLICIES, Scheduler, SchedulerLimits, Tiering
+from pagefold.scheduler import NO_TIERING, SCHEDULING_POLICIES, PrefillLimits, Scheduler, SchedulerLimits, Tiering
 from pagefold.speculation import NgramDrafter, StepCosts, TreeDrafter
 
 if TYPE_CHECKING:
@@ -179,8 +179,15 @@ def _assemble(
     )
     scheduler = Scheduler(
         core,
-        SchedulerLimits(config.max_num_seqs, config.max_num_batched_tokens),
+        SchedulerLimits(
+            config.max_num_seqs,
+            config.max_num_batched_tokens,
+            PrefillLimits(
+                config.max_num_partial_prefills, config.max_long_partial_prefills, config.long_prefill_token_threshold
+            ),
+        ),
         policy=SCHEDULING_POLICIES[config.scheduling_policy](config.priority_aging_s),
+        admission=config.admission,
         emit=emit,
     )
     tiering = NO_TIERING

@@ -42,6 +42,7 @@ class SimConfig:
         eviction_policy: which cached blocks go first.
         tiers: what is behind the pool.
         rules: what each cache group keeps; each has blocks of its own of a sequence.
+        admission: when a request that waits is let in.
     """
 
     num_blocks: int
@@ -52,6 +53,7 @@ class SimConfig:
     eviction_policy: str = "default"
     tiers: TierModel = field(default_factory=TierModel)
     rules: tuple[KeepRule, ...] = (KEEP_ALL,)
+    admission: str = "predicted"
 
 
 def simulate(
@@ -90,7 +92,7 @@ def simulate(
         emit=tally,
     )
     limits = SchedulerLimits(config.max_num_seqs, config.max_num_batched_tokens)
-    scheduler = Scheduler(core, limits, emit=tally)
+    scheduler = Scheduler(core, limits, admission=config.admission, emit=tally)
     clock = VirtualClock()
 
     def whole_cost(plan: StepPlan) -> float:
