@@ -28,6 +28,9 @@ class Leaving:
         queues: where those go that wait again.
         streamer: keeps what a request that streams has.
         emit: where events go.
+
+    Attributes:
+        num_finished: how many requests have left for good, with each of their samples.
     """
 
     def __init__(self, core: KVCore, queues: Queues, streamer: Streamer, emit: Emit) -> None:
@@ -35,6 +38,7 @@ class Leaving:
         self._queues = queues
         self._streamer = streamer
         self._emit = emit
+        self.num_finished = 0
 
     def wait_again(self, request: Request, *, is_preempted: bool = False) -> None:
         """Let a request that ran wait: preempted, or taken back with the step that admitted it.
@@ -64,6 +68,7 @@ class Leaving:
                 self._core.uses.hint(request.cache, repeat(True))  # noqa: FBT003 - of every block
             self.let_go(request)
         self._queues.forget(request)
+        self.num_finished += request.num_seqs
         for sample in (request, *request.forks):
             sample.finish_reason = reason
             sample.to(RequestStatus.FINISHED)
