@@ -17,8 +17,8 @@ _LOW = 0.7
 _PATIENCE, _MOST_PATIENCE = 32, 4096
 """So many steps must be calm before they do. It doubles each time that they had to go again soon, and so two switches
 come ever later where drafts are the very reason."""
-_SOON = 8
-"""Soon is within so many times that patience."""
+_SOON = 2048
+"""Soon is within so many steps."""
 _RECENT = 32
 """Drafts are in use if one of so many last steps had some."""
 
@@ -67,6 +67,6 @@ class DraftSwitch:
 
     def off(self) -> DraftSwitch:
         """Return the state without drafts."""
-        is_soon = self.num_steps <= _SOON * self.patience
+        is_soon = self.num_steps <= _SOON
         patience = min(2 * self.patience, _MOST_PATIENCE) if is_soon else _PATIENCE
         return DraftSwitch(is_allowed=False, patience=patience)

@@ -48,7 +48,7 @@ class PacingState:
         drafts = self.drafts.measured(step, limits.target_s)
         if drafts.is_in_use and (cap.is_over(limits) or drafts.is_over(limits.target_s)):
             # What prefills do without drafts is measured before these are cut.
-            return PacingState(PrefillCap(cap.num_tokens), drafts.off(), fit)
+            return PacingState(cap.begun_again(), drafts.off(), fit)
         return PacingState(cap.decided(limits, fit), drafts, fit)
 
 

@@ -24,8 +24,9 @@ _AIM = 0.9
 """Share of the target that a step is meant to take."""
 _SHRINK, _MOST_SHRINK = 0.75, 0.25
 """What is left of the cap when it shrinks; and at least, where the fitted times ask for less."""
-_CALM = 16
-"""So many gaps must have been measured under a cap before it grows."""
+_PATIENCE, _MOST_PATIENCE = 16, 256
+"""So many gaps must have been measured under a cap before it grows. It doubles each time that the cap had to shrink
+behind a growth, and halves with each growth that was right, so that a cap does not swing about its target."""
 _GROWTHS = 16
 """So often it grows from nothing to all of a step."""
 
@@ -59,13 +60,19 @@ class PrefillCap:
 
     Attributes:
         num_tokens: the cap.
-        window: the gaps.
+        window: the last gaps.
+        num_gaps: how many there were.
         most_tokens: the most prompt tokens that one of those steps computed.
+        patience: how many gaps it takes before the cap grows.
+        has_grown: whether its last change was a growth.
     """
 
     num_tokens: int
     window: GapWindow = field(default_factory=GapWindow)
+    num_gaps: int = 0
     most_tokens: int = 0
+    patience: int = _PATIENCE
+    has_grown: bool = False
 
     def is_over(self, limits: CapLimits) -> bool:
         """Whether those that decode wait longer than the target allows."""
@@ -77,7 +84,11 @@ class PrefillCap:
         if step.gap_s is None or not step.num_prompt_tokens or step.cap_tokens != self.num_tokens:
             return self
         most = max(self.most_tokens, step.num_prompt_tokens)
-        return replace(self, window=self.window.with_gap(step.gap_s), most_tokens=most)
+        return replace(self, window=self.window.with_gap(step.gap_s), num_gaps=self.num_gaps + 1, most_tokens=most)
+
+    def begun_again(self) -> PrefillCap:
+        """Return the state with the same cap, of which nothing is measured yet."""
+        return replace(self, window=GapWindow(), num_gaps=0, most_tokens=0)
 
     def decided(self, limits: CapLimits, fit: StepTimeFit) -> PrefillCap:
         """Return the state with a cap that has shrunk or grown, if it must or may; else itself.
@@ -93,15 +104,19 @@ class PrefillCap:
             wanted = int(_SHRINK * used)
             if aim is not None:
                 wanted = max(int(_MOST_SHRINK * used), min(wanted, aim))
-            return PrefillCap(min(self.num_tokens, max(limits.floor, wanted)))
-        is_calm = p95_s < _LOW * limits.target_s and len(self.window) >= _CALM
+            patience = min(2 * self.patience, _MOST_PATIENCE) if self.has_grown else self.patience
+            return PrefillCap(min(self.num_tokens, max(limits.floor, wanted)), patience=patience)
+        is_calm = p95_s < _LOW * limits.target_s and self.num_gaps >= self.patience
         if not is_calm or self.num_tokens >= limits.ceiling or used < _SHRINK * self.num_tokens:
             return self
         wanted = self.num_tokens + limits.growth
         if aim is not None:
             wanted = min(wanted, max(self.num_tokens, aim))
         wanted = min(wanted, limits.ceiling)
-        return self if wanted == self.num_tokens else PrefillCap(wanted)
+        if wanted == self.num_tokens:
+            return self
+        patience = max(_PATIENCE, self.patience // 2) if self.has_grown else self.patience
+        return PrefillCap(wanted, patience=patience, has_grown=True)
 
     @staticmethod
     def _aim(limits: CapLimits, fit: StepTimeFit, p95_s: float, used: int) -> int | None:
