@@ -99,6 +99,7 @@ class Shedding:
             return Judged(replace(self, is_on=False, expected_s=0.0), computed_s, None)
         tokens_per_s = self.rates.prompt_tokens_per_s
         own_s = 0.0 if tokens_per_s is None else num_prompt_tokens / tokens_per_s
+        own_s += self.rates.usual_s  # its token comes when a whole step has ended
         if own_s > _HIGH * self.target_s:  # it is late even alone: refused for ever if its own time counted
             own_s = 0.0
         expected_s = self.correction.factor * computed_s + own_s
