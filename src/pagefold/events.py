@@ -42,11 +42,13 @@ __all__ = [
     "PrefixLookup",
     "PrefixMissed",
     "PromptFinished",
+    "RefusalReason",
     "RequestAdded",
     "RequestCorrupted",
     "RequestCut",
     "RequestFinished",
     "RequestPreempted",
+    "RequestRefused",
     "RequestStreamed",
     "StepAbandoned",
     "StepApplied",
@@ -309,6 +311,25 @@ class RequestAdded:
     message_ends: Sequence[int] = ()
     has_stop_strings: bool = False
     has_beams: bool = False
+
+
+RefusalReason: TypeAlias = Literal["ttft_target"]
+"""Why a request was refused though it could be served: it would wait longer than the target of the first token."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRefused:
+    """A request was not queued, so that those that are here are served in time. Those that come with it are none more.
+
+    Attributes:
+        expected_s: what was expected of it, in seconds.
+        threshold_s: what that must not pass.
+    """
+
+    request_id: str
+    reason: RefusalReason
+    expected_s: float
+    threshold_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -580,6 +601,7 @@ class StepPlanned:
         num_read: tokens of KV that it reads: those before, and those that it computes.
         drafts: of each request that has drafts in it, its id and how many.
         waits_for: what those wait for whom it has not let in; None where nobody does.
+        prefill_cap_tokens: how many tokens of prompts it might compute, by the guardrails; None for any number.
     """
 
     step_id: int
@@ -589,6 +611,7 @@ class StepPlanned:
     num_read: int
     drafts: tuple[tuple[str, int], ...] = ()
     waits_for: WaitCause | None = None
+    prefill_cap_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -667,6 +690,7 @@ Event: TypeAlias = (
     | PrefixLookup
     | PrefixMissed
     | RequestPreempted
+    | RequestRefused
     | RequestStreamed
     | RequestFinished
     | FirstToken

@@ -25,6 +25,8 @@ Held after every operation, for every policy, with tiny pools, small chunks and 
 * whose logits are no numbers ends, gets no token, and nothing is found that begins as it does; others go on;
 * who has drafts, right ones, wrong ones, or right ones and then wrong ones, generates what it does without, has just
   what was accepted behind each step, and publishes no more than that; drafts that are not finite end nobody;
+* with guardrails, whatever their clock says, prompts get no more of a step than the cap and a token each, and every
+  step gets on all the same; whoever is refused leaves nothing behind;
 * a step that is planned behind one in flight leaves every request as it was, has the positions that follow, and says
   of each token that is not known yet whose it is; when it is not planned, there is a reason.
 
@@ -66,7 +68,7 @@ from pagefold.kv import (
 )
 from pagefold.request import Request, RequestStatus, StopRule, WarmUp
 from pagefold.sampling import SamplingParams
-from pagefold.scheduler import SCHEDULING_POLICIES, PrefillLimits, Scheduler, SchedulerLimits
+from pagefold.scheduler import SCHEDULING_POLICIES, Guardrails, PrefillLimits, Scheduler, SchedulerLimits, Targets
 from pagefold.scheduler.prefill_limits import NO_PREFILL_LIMITS
 from pagefold.scheduler.suspicion import MAX_FAILED_IN_A_ROW
 from pagefold.sim.shadow_runner import VOCAB_SIZE, ShadowRunner, alone, cells_of
@@ -137,6 +139,8 @@ class Setup:
     """Steps fail because of who is in them, and never otherwise."""
     admission: str = "prompt"
     prefills: PrefillLimits = NO_PREFILL_LIMITS
+    guarded: bool = False
+    """There are targets, and steps take any time."""
 
 
 @dataclass
@@ -198,7 +202,19 @@ class Machine:
         )
         limits = SchedulerLimits(setup.max_num_seqs, setup.max_num_batched_tokens, setup.prefills)
         scheduling = SCHEDULING_POLICIES[setup.scheduling](2.5)
-        self.scheduler = Scheduler(self.core, limits, policy=scheduling, admission=setup.admission, emit=self._on_event)
+        targets = Targets(ttft_s=3.0, itl_s=0.5) if setup.guarded else Targets()
+        self.guardrails = Guardrails.of(
+            targets, max_num_batched_tokens=setup.max_num_batched_tokens, block_size=BLOCK_SIZE
+        )
+        self.scheduler = Scheduler(
+            self.core,
+            limits,
+            policy=scheduling,
+            admission=setup.admission,
+            guardrails=self.guardrails,
+            emit=self._on_event,
+        )
+        self.landed_s = 0.0
         self.runner = ShadowRunner(self.scheduler)
         self.whole = self.runner.whole_group
         num_new = setup.max_num_batched_tokens
@@ -276,12 +292,17 @@ class Machine:
             )
             for index in range(num_samples)
         ]
+        request, *request.forks = samples
+        if self.setup.guarded and self.scheduler.judge(request) is not None:
+            self._saw("refused")
+            assert self.scheduler.has_requests, "a server with nothing to do refuses nobody"
+            assert self.scheduler.get(request_id) is None
+            return
         if self.setup.has_culprits and 0 < own % 9 < 7:
             (self.culprits if own % 9 < 3 else self.odd).add(samples[num_new % num_samples].request_id)
         for sample in samples:
             self.requests[sample.request_id] = sample
             self.expected[sample.request_id] = alone(sample)
-        request, *request.forks = samples
         self.scheduler.add(request)
         self._saw("added during a step", bool(self.flights))
 
@@ -365,7 +386,7 @@ class Machine:
         else:
             self._apply(self.flights.pop(0))
 
-    def _apply(self, flight: Flight) -> None:  # noqa: PLR0915 - all that must come of a step
+    def _apply(self, flight: Flight) -> None:  # noqa: PLR0915 - all that must come of a step  # noqa: C901 - every kind of step
         plan, requests = flight.plan, flight.requests
         aborted = {request.request_id for request in flight.samples if request.is_aborted}
         result = self.runner.run(flight.launched)
@@ -399,7 +420,10 @@ class Machine:
         caches = [list(block_ids) for block_ids in self._whole_of(plan)]
         num_recomputed = self._num_recomputed(plan, requests)
         self.events.clear()
-        got = self.scheduler.apply(result)
+        if self.setup.guarded:  # mostly as slow as tokens are many; and clocks jump, and stand still
+            took_s = self.rng.choice((0.05 * len(plan.token_ids), 0.05 * len(plan.token_ids), 0.0, 0.4, 1e9, -2.0))
+            self.landed_s += took_s
+        got = self.scheduler.apply(result, self.landed_s if self.setup.guarded else None)
         self._saw("joined at commit", any(a != b for a, b in zip(caches, self._whole_of(plan), strict=True) if b))
         got_any = [one for one in flight.samples if one.request_id not in aborted and one not in spoiled]
         assert got == list(dict.fromkeys(got_any))
@@ -782,6 +806,9 @@ class Machine:
             return
         if len(plan.token_ids) == self.setup.max_num_batched_tokens or plan.copies:
             return
+        if self._num_prompt_tokens(plan) >= self.guardrails.pacing.prefill_cap_tokens:
+            self._saw("waits for the cap")
+            return
         if planned.waits_for == "growth":
             could_run = [has_room(scheduler, request, plan.step_id) for request in candidates]
             assert not all(could_run) or not self._is_exact(), "there is room beside all growth"
@@ -844,7 +871,7 @@ class Machine:
         victim = choose(self.scheduler._rows._relief._victims, beneficiary, num_planned)
         having = [*queues.running[num_planned:], *queues.set_aside]
         behind = sorted((one for one in having if one.order > beneficiary.order), key=lambda one: one.order)
-        urgency = (lambda one: 0) if self.setup.scheduling == "fcfs" else (lambda one: one.priority)
+        urgency = (lambda one: one.priority) if self.setup.scheduling == "priority" else (lambda one: 0)
         least = [one for one in behind if urgency(one) == max(map(urgency, behind))]
         fewest = [one for one in least if one.num_preemptions == min(each.num_preemptions for each in least)]
         expected = beneficiary
@@ -859,6 +886,15 @@ class Machine:
         assert victim is expected, f"{victim} is preempted, not {expected}"
         self.chosen.append((victim, beneficiary))
         return victim
+
+    def _num_prompt_tokens(self, plan: StepPlan) -> int:
+        """Return how many tokens of prompts a plan computes, or more."""
+        in_step = self.scheduler.in_step
+        return sum(
+            num_tokens
+            for request, start, num_tokens in zip(in_step, plan.starts, plan.num_tokens, strict=False)
+            if num_tokens > 1 or start < max(request.num_prompt_tokens, request.max_computed_tokens)
+        )
 
     def _check_given_up(self, flight: Flight) -> None:
         """Pins went for the sake of somebody who runs now, before anybody was preempted."""
@@ -905,6 +941,9 @@ class Machine:
         block_size = BLOCK_SIZE
         assert plan.num_rows == len(flight.requests) == len(plan.num_tokens) == len(plan.tables)
         assert sum(plan.num_tokens) == len(plan.token_ids) <= self.setup.max_num_batched_tokens
+        cap = self.guardrails.pacing.prefill_cap_tokens
+        assert max(plan.num_tokens, default=0) <= max(1, cap) or plan.drafted
+        self._saw("a cap below a step", cap < self.setup.max_num_batched_tokens)
         late: list[tuple[int, int]] = []
         sampling: list[tuple[int, int, int]] = []
         written: set[tuple[int, int]] = set()
@@ -1184,9 +1223,9 @@ def random_operations(
     """
     rng = Random(seed)
     setup = random_setup(rng, policy)
+    setup = replace(setup, **changes)
     if len(rules) > 1:
         setup = replace(setup, rules=rules, num_blocks=setup.num_blocks * len(rules))
-    setup = replace(setup, **changes)
     if has_host:  # and a device that is too small, so that blocks go there
         num_blocks, num_host_blocks = rng.choice((6, 9, 14)), rng.choice((5, 30, 200))
         setup = replace(setup, num_blocks=num_blocks * len(rules), num_host_blocks=num_host_blocks * len(rules))
@@ -1378,6 +1417,17 @@ def test_what_happens_under_load(in_full: bool) -> None:
 def test_random_operations_with_several_groups(rules: tuple[KeepRule, ...], seals: bool) -> None:
     """The same where groups keep windows, and give blocks back while requests run; also where blocks are sealed."""
     random_operations(0, 200, "lru", rules, seals=seals)
+
+
+@pytest.mark.parametrize("rules", [(KEEP_ALL,), GROUPS[1]], ids=str)
+@IN_FULL
+def test_random_operations_with_guardrails(rules: tuple[KeepRule, ...], in_full: bool) -> None:
+    """The same with targets, and a clock that jumps: every step gets on, and every request ends as it does alone."""
+    seen: Counter[str] = Counter()
+    asked = ("refused", "a cap below a step", "waits for the cap", "ahead")
+    for seed in until_seen(range(20, 32), seen, asked, in_full=in_full):
+        seen += random_operations(seed, 300, "lru", rules, guarded=True)
+    assert min(seen[what] for what in asked) > 0
 
 
 @pytest.mark.parametrize("rules", PACKING, ids=str)

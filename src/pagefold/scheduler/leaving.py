@@ -30,6 +30,9 @@ class Leaving:
         streamer: keeps what a request that streams has.
         rule: expects no growth any more of who goes.
         emit: where events go.
+
+    Attributes:
+        num_finished: how many requests have left for good, with each of their samples.
     """
 
     def __init__(self, core: KVCore, queues: Queues, streamer: Streamer, rule: AdmissionRule, emit: Emit) -> None:
@@ -38,6 +41,7 @@ class Leaving:
         self._streamer = streamer
         self._rule = rule
         self._emit = emit
+        self.num_finished = 0
 
     def wait_again(self, request: Request, *, is_preempted: bool = False) -> None:
         """Let a request that ran wait: preempted, or taken back with the step that admitted it.
@@ -67,6 +71,7 @@ class Leaving:
                 self._core.uses.hint(request.cache, repeat(True))  # noqa: FBT003 - of every block
             self.let_go(request)
         self._queues.forget(request)
+        self.num_finished += request.num_seqs
         for sample in (request, *request.forks):
             sample.finish_reason = reason
             sample.to(RequestStatus.FINISHED)

@@ -166,7 +166,7 @@ def replay(  # noqa: PLR0913 - what goes in, the parts of a machine, and who wat
         clock.advance(took_s)
         if disk is not None:
             disk.tiering.computed(len(plan.token_ids), plan.num_rows, took_s)
-        tell_tokens(tally, scheduler.apply(result), clock(), scheduler.core.block_size)
+        tell_tokens(tally, scheduler.apply(result, clock()), clock(), scheduler.core.block_size)
         tally.look(scheduler, clock())
     return tally.report()
 
