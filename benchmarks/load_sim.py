@@ -14,7 +14,6 @@ from typing import Any
 
 from load_traffic import MAX_TOKENS, Outcome, Sent
 
-from pagefold.config import EngineConfig
 from pagefold.events import Event, RequestPreempted, StepApplied
 from pagefold.kv import KVCore, audit
 from pagefold.request import Request, StopRule
@@ -85,7 +84,7 @@ def has_admission(name: str) -> bool:
 
 def has_guardrails() -> bool:
     """Whether this checkout sheds load."""
-    return "target_ttft_ms" in EngineConfig.__dataclass_fields__
+    return "guardrails" in inspect.signature(Scheduler).parameters
 
 
 def run(sent: list[Sent], machine: Machine) -> Run:
@@ -112,6 +111,8 @@ class _Server:
         self._runner = NullRunner(lambda seed, draw: STOP if draw + 1 == lengths[seed] else hashed_token(seed, draw))
         settings: dict[str, Any] = {"admission": machine.admission} if has_admission("") else {}
         limits = SchedulerLimits(machine.max_num_seqs, machine.max_num_batched_tokens)
+        if machine.guardrails:
+            settings["guardrails"] = _guardrails(machine)
         core = KVCore(machine.num_blocks, emit=self._emit)
         self._scheduler = Scheduler(core, limits, emit=self._emit, **settings)
 
@@ -123,12 +124,20 @@ class _Server:
             if not scheduler.has_work:
                 clock.advance_to(self._coming[0][1].at_s)
             while self._coming and self._coming[0][1].at_s <= clock():
-                scheduler.add(_request(*self._coming.popleft()))
-            self._step()
+                self._take(_request(*self._coming.popleft()))
+            if scheduler.has_work:
+                self._step()
         self._result.seconds = clock()
         audit(scheduler.core)
         self._result.num_leaked = scheduler.core.num_active
         return self._result
+
+    def _take(self, request: Request) -> None:
+        """Queue a request, unless the guardrails refuse it."""
+        if self._machine.guardrails and self._scheduler.judge(request) is not None:
+            self._by_id[request.request_id].is_shed = True
+        else:
+            self._scheduler.add(request)
 
     def _step(self) -> None:
         plan = self._scheduler.schedule(self._clock())
@@ -136,7 +145,8 @@ class _Server:
         sampled = self._runner.run(plan)
         self._clock.advance(self._machine.cost(plan))
         now_s = self._clock()
-        for request in self._scheduler.apply(sampled):
+        landed = (sampled, now_s) if self._machine.guardrails else (sampled,)
+        for request in self._scheduler.apply(*landed):
             outcome = self._by_id[request.request_id]
             before = self._last_s.get(request.request_id)
             self._last_s[request.request_id] = now_s
@@ -159,6 +169,19 @@ class _Server:
                 self._result.num_within += event.is_within  # type: ignore[union-attr]
             case _:
                 pass
+
+
+def _guardrails(machine: Machine) -> Any:  # noqa: ANN401 - of a checkout that has them
+    """Return the guardrails of these targets."""
+    from pagefold.scheduler.guardrails import Guardrails, Rates, Targets
+
+    given = machine.guardrails
+    seconds = {
+        f"{kind}_s": given[f"target_{kind}_ms"] / 1e3 for kind in ("ttft", "itl") if f"target_{kind}_ms" in given
+    }
+    num_tokens = machine.max_num_batched_tokens
+    at_start = Rates.measured_at_start(num_tokens, machine.cost.step_s + num_tokens * machine.cost.token_s)
+    return Guardrails.of(Targets(**seconds), max_num_batched_tokens=num_tokens, block_size=16, rates=at_start)
 
 
 def _request(number: int, one: Sent) -> Request:
