@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from pagefold.kv import KVCore
     from pagefold.scheduler.queues import Queues
     from pagefold.scheduler.relief import Relief
+    from pagefold.scheduler.sessions import Sessions
     from pagefold.scheduler.step_in_flight import StepInFlight
     from pagefold.scheduler.streamer import Streamer
 
@@ -25,17 +26,26 @@ class Admission:
         queues: who waits, and who runs.
         streamer: knows who must stream.
         relief: finds memory.
+        sessions: know for whom blocks are used.
         max_num_seqs: sequences running at once.
         emit: where events go.
     """
 
     def __init__(  # noqa: PLR0913, PLR0917 - the parts that it holds together
-        self, core: KVCore, queues: Queues, streamer: Streamer, relief: Relief, max_num_seqs: int, emit: Emit
+        self,
+        core: KVCore,
+        queues: Queues,
+        streamer: Streamer,
+        relief: Relief,
+        sessions: Sessions,
+        max_num_seqs: int,
+        emit: Emit,
     ) -> None:
         self._core = core
         self._queues = queues
         self._streamer = streamer
         self._relief = relief
+        self._sessions = sessions
         self._max_num_seqs = max_num_seqs
         self._emit = emit
 
@@ -73,7 +83,13 @@ class Admission:
         else:
             hit = core.worth(hit)
             is_return = request.num_cached_tokens >= 0
-            cache, start = core.acquire(hit, request.message_ends, is_return=is_return, owner=request.request_id)
+            cache, start = core.acquire(
+                hit,
+                request.message_ends,
+                is_return=is_return,
+                owner=request.request_id,
+                session=self._sessions.owner_of(request),
+            )
         request.cache = cache
         num_tokens = core.lodgers.limit(cache, start, min(request.num_tokens - start, budget), request.num_tokens)
         if not core.extend(cache, start, start + num_tokens):

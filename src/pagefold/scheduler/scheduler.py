@@ -51,6 +51,7 @@ from pagefold.scheduler.queues import Queues
 from pagefold.scheduler.relief import Relief
 from pagefold.scheduler.rows import RowPlanner
 from pagefold.scheduler.samples import fork_samples
+from pagefold.scheduler.sessions import MAX_SESSIONS_PER_TENANT, Sessions
 from pagefold.scheduler.step_in_flight import StepInFlight
 from pagefold.scheduler.streamer import Streamer
 from pagefold.scheduler.suspicion import Suspicion
@@ -62,7 +63,9 @@ if TYPE_CHECKING:
     from collections import deque
 
     from pagefold.kv import KVCore
+    from pagefold.request import SessionRef
     from pagefold.scheduler.policy import SchedulingPolicy
+    from pagefold.scheduler.sessions import EndedSession
 
 __all__ = ["Scheduler", "SchedulerLimits"]
 
@@ -88,6 +91,7 @@ class Scheduler:
         core: the KV core.
         limits: what one step may hold.
         policy: the order of requests; first come first served if not given.
+        max_sessions_per_tenant: how many sessions of a tenant are remembered.
         emit: where events go.
 
     Attributes:
@@ -95,6 +99,7 @@ class Scheduler:
         corrupted: those that the last call of :meth:`apply` ended, since the model computed no numbers for them.
         distrusted: digests of the paths that were dropped with them, for slower tiers to forget.
         suspicion: who may be planned after a step has failed.
+        sessions: of agents.
     """
 
     def __init__(
@@ -103,6 +108,7 @@ class Scheduler:
         limits: SchedulerLimits,
         *,
         policy: SchedulingPolicy | None = None,
+        max_sessions_per_tenant: int = MAX_SESSIONS_PER_TENANT,
         emit: Emit = ignore,
     ) -> None:
         assert limits.max_num_batched_tokens >= limits.max_num_seqs, "every running sequence needs a token a step"
@@ -120,9 +126,10 @@ class Scheduler:
         self._queues = queues = Queues()
         needs = Needs(core, limits.max_num_batched_tokens)
         streamer = Streamer(core, needs)
-        self._leaving = Leaving(core, queues, streamer, emit)
+        self.sessions = Sessions(core, emit, max_sessions_per_tenant)
+        self._leaving = Leaving(core, queues, streamer, self.sessions, emit)
         relief = Relief(core, queues, needs, streamer, self._leaving, emit)
-        admission = Admission(core, queues, streamer, relief, limits.max_num_seqs, emit)
+        admission = Admission(core, queues, streamer, relief, self.sessions, limits.max_num_seqs, emit)
         self._rows = RowPlanner(core, queues, relief, admission, limits.max_num_batched_tokens)
         self._look_ahead = LookAhead(core, queues, self._rows)
         self._beams = Beams(core, queues, self._leaving)
@@ -174,6 +181,7 @@ class Scheduler:
             sample.order = self.policy.key(sample)
         self._queues.enter(request)
         self._queues.wait(request)
+        self.sessions.arrived(request)
         tell_added(self._emit, request)
 
     def hold(self, request: Request) -> None:
@@ -208,6 +216,13 @@ class Scheduler:
         self._queues.remove(request)
         self._leaving.finish(request, reason)
         return request
+
+    def end_session(self, session: SessionRef) -> EndedSession | None:
+        """End a session, with its sub-agents; None if there is none. At any moment, also during a step.
+
+        Its requests go on, and their blocks go first when they end.
+        """
+        return self.sessions.end(session)
 
     # The step.
 
