@@ -36,6 +36,7 @@ __all__ = [
     "OutputFinished",
     "OutputForecastChecked",
     "PathForgotten",
+    "PathSuperseded",
     "PathsDistrusted",
     "PinCause",
     "PinDropped",
@@ -50,9 +51,11 @@ __all__ = [
     "RequestPreempted",
     "RequestRefused",
     "RequestStreamed",
+    "SessionClosed",
     "StepAbandoned",
     "StepApplied",
     "StepPlanned",
+    "SupersedeCause",
     "TierMissCause",
     "TierRead",
     "TierWritten",
@@ -64,8 +67,14 @@ __all__ = [
 
 EvictionCause: TypeAlias = Literal["allocation", "reset", "corrupted"]
 
-EvictionRule: TypeAlias = Literal["policy", "stale", "cut", "landmark", "firm_landmark", "idle", "packed"]
-"""By which rule of ``kv/block_cache.py`` a block was next: the eviction policy named it, or its place alone did."""
+EvictionRule: TypeAlias = Literal[
+    "policy", "stale", "cut", "landmark", "firm_landmark", "idle", "packed", "superseded", "session"
+]
+"""By which rule of ``kv/block_cache.py`` a block was next: the eviction policy named it, its session did, or its place
+alone did."""
+
+
+SupersedeCause: TypeAlias = Literal["edited", "ended"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,6 +339,39 @@ class RequestRefused:
     reason: RefusalReason
     expected_s: float
     threshold_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class PathSuperseded:
+    """Blocks have lost their value: their session has edited them away, or has ended. They are evicted first.
+
+    Attributes:
+        num_blocks: how many.
+        cause: ``edited`` when a prompt no longer contained them, ``ended`` when their session had, or its parent's.
+        nodes: that hold them, the last first. As of :class:`BlockEvicted`.
+    """
+
+    num_blocks: int
+    cause: SupersedeCause
+    nodes: tuple[Node, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SessionClosed:
+    """A session was ended by its client, and those of its sub-agents with it.
+
+    Attributes:
+        tenant, session: digests of whose it was, and of its name.
+        num_sessions: how many ended.
+        num_blocks: blocks that lost their value by it.
+        num_running: requests of theirs that go on.
+    """
+
+    tenant: bytes
+    session: bytes
+    num_sessions: int
+    num_blocks: int
+    num_running: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -678,6 +720,7 @@ Event: TypeAlias = (
     | EvictionPolicySwitched
     | HostTransfer
     | PathForgotten
+    | PathSuperseded
     | PathsDistrusted
     | TierRead
     | TierWritten
@@ -687,6 +730,7 @@ Event: TypeAlias = (
     | RequestCorrupted
     | RequestCut
     | StepPlanned
+    | SessionClosed
     | PrefixLookup
     | PrefixMissed
     | RequestPreempted

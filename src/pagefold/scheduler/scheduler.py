@@ -56,6 +56,7 @@ from pagefold.scheduler.relief import Relief
 from pagefold.scheduler.reservation import Reservation
 from pagefold.scheduler.rows import RowPlanner
 from pagefold.scheduler.samples import fork_samples
+from pagefold.scheduler.sessions import MAX_SESSIONS_PER_TENANT, Sessions
 from pagefold.scheduler.step_in_flight import StepInFlight
 from pagefold.scheduler.streamer import Streamer
 from pagefold.scheduler.suspicion import Suspicion
@@ -68,8 +69,10 @@ if TYPE_CHECKING:
     from collections import deque
 
     from pagefold.kv import KVCore
+    from pagefold.request import SessionRef
     from pagefold.scheduler.limits import SchedulerLimits
     from pagefold.scheduler.policy import SchedulingPolicy
+    from pagefold.scheduler.sessions import EndedSession
 
 __all__ = ["Scheduler"]
 
@@ -83,6 +86,7 @@ class Scheduler:
         policy: the order of requests; first come first served if not given.
         admission: who may be let in beside what growth of those that run: a name of ``ADMISSION_RULES``.
         guardrails: keep steps and waits within targets, by what was measured.
+        max_sessions_per_tenant: how many sessions of a tenant are remembered.
         emit: where events go.
 
     Attributes:
@@ -91,6 +95,7 @@ class Scheduler:
         corrupted: those that the last call of :meth:`apply` ended, since the model computed no numbers for them.
         distrusted: digests of the paths that were dropped with them, for slower tiers to forget.
         suspicion: who may be planned after a step has failed.
+        sessions: of agents.
     """
 
     def __init__(  # noqa: PLR0913 - the parts that it holds together
@@ -101,6 +106,7 @@ class Scheduler:
         policy: SchedulingPolicy | None = None,
         admission: str = "prompt",
         guardrails: Guardrails = NO_GUARDRAILS,
+        max_sessions_per_tenant: int = MAX_SESSIONS_PER_TENANT,
         emit: Emit = ignore,
     ) -> None:
         assert limits.max_num_batched_tokens >= limits.max_num_seqs, "every running sequence needs a token a step"
@@ -120,10 +126,11 @@ class Scheduler:
         needs = Needs(core, limits.max_num_batched_tokens)
         self.rule = rule = ADMISSION_RULES[admission](core, needs, emit)
         streamer = Streamer(core, needs)
-        self._leaving = Leaving(core, queues, streamer, rule, emit)
+        self.sessions = Sessions(core, emit, max_sessions_per_tenant)
+        self._leaving = Leaving(core, queues, streamer, rule, self.sessions, emit)
         victims, reservation = Victims(core, queues, self.policy), Reservation(queues, core.block_size)
         relief = Relief(core, queues, needs, streamer, self._leaving, victims, reservation, rule, emit)
-        admits = Admission(core, queues, streamer, relief, rule, self.policy, limits, emit)
+        admits = Admission(core, queues, streamer, relief, self.sessions, rule, self.policy, limits, emit)
         self._rows = RowPlanner(core, queues, relief, admits, limits, guardrails)
         self._look_ahead = LookAhead(core, queues, self._rows)
         self._queue_ahead = QueueAhead(queues, core, limits.max_num_seqs)
@@ -177,6 +184,7 @@ class Scheduler:
             self.rule.arrived(sample)
         self._queues.enter(request)
         self._queues.wait(request)
+        self.sessions.arrived(request)
         tell_added(self._emit, request)
 
     def judge(self, request: Request) -> Refusal | None:
@@ -225,6 +233,13 @@ class Scheduler:
         self._queues.remove(request)
         self._leaving.finish(request, reason)
         return request
+
+    def end_session(self, session: SessionRef) -> EndedSession | None:
+        """End a session, with its sub-agents; None if there is none. At any moment, also during a step.
+
+        Its requests go on, and their blocks go first when they end.
+        """
+        return self.sessions.end(session)
 
     # The step.
 
