@@ -2,7 +2,8 @@
 
 Held after every operation, for every policy, with tiny pools, small chunks and few seats:
 
-* ``audit`` passes; ``waiting`` is in the policy's order; first come first served, ``running`` came before ``waiting``;
+* ``audit`` passes; ``waiting`` is in the policy's order; first come first served, ``running`` came before ``waiting``,
+  but for those that were preempted;
 * a plan's columns are consistent: the budget is kept, every running request has a row of at least one token or was
   preempted, no position is computed twice or skipped, seeds and draws are those of the row's request;
 * each row finds in its blocks exactly its own history, and what it writes is still there when all rows have written.
@@ -11,8 +12,9 @@ Held after every operation, for every policy, with tiny pools, small chunks and 
   samples is sampled once for each when it is computed, and then they are requests like all others;
 * what pins keep is read back; nobody is preempted while pins alone keep a block, a pin is given up only for somebody
   who then gets on, and nobody waits for memory that pins keep;
-* the oldest request is never preempted; admission waits only for budget, seats or memory; every request ends within as
-  many steps as there are tokens;
+* who is preempted has no row, comes behind its beneficiary, and is whom a slow twin of ``victims.py`` would choose; the
+  oldest request never is; who comes back has room for a while; admission waits only for budget, seats or memory; while
+  there is work each step computes tokens; every request ends within as many steps as there are tokens;
 * where growth is expected, a slow twin agrees that there is no room beside it, and that what is promised is what all
   lack of their ends; where prompts have places, none begins beside too many, and no row has more of one than it may.
 
@@ -23,6 +25,8 @@ Held after every operation, for every policy, with tiny pools, small chunks and 
 * whose logits are no numbers ends, gets no token, and nothing is found that begins as it does; others go on;
 * who has drafts, right ones, wrong ones, or right ones and then wrong ones, generates what it does without, has just
   what was accepted behind each step, and publishes no more than that; drafts that are not finite end nobody;
+* with guardrails, whatever their clock says, prompts get no more of a step than the cap and a token each, and every
+  step gets on all the same; whoever is refused leaves nothing behind;
 * a step that is planned behind one in flight leaves every request as it was, has the positions that follow, and says
   of each token that is not known yet whose it is; when it is not planned, there is a reason.
 
@@ -64,7 +68,7 @@ from pagefold.kv import (
 )
 from pagefold.request import Request, RequestStatus, StopRule, WarmUp
 from pagefold.sampling import SamplingParams
-from pagefold.scheduler import SCHEDULING_POLICIES, PrefillLimits, Scheduler, SchedulerLimits
+from pagefold.scheduler import SCHEDULING_POLICIES, Guardrails, PrefillLimits, Scheduler, SchedulerLimits, Targets
 from pagefold.scheduler.prefill_limits import NO_PREFILL_LIMITS
 from pagefold.scheduler.suspicion import MAX_FAILED_IN_A_ROW
 from pagefold.sim.shadow_runner import VOCAB_SIZE, ShadowRunner, alone, cells_of
@@ -135,6 +139,8 @@ class Setup:
     """Steps fail because of who is in them, and never otherwise."""
     admission: str = "prompt"
     prefills: PrefillLimits = NO_PREFILL_LIMITS
+    guarded: bool = False
+    """There are targets, and steps take any time."""
 
 
 @dataclass
@@ -196,7 +202,19 @@ class Machine:
         )
         limits = SchedulerLimits(setup.max_num_seqs, setup.max_num_batched_tokens, setup.prefills)
         scheduling = SCHEDULING_POLICIES[setup.scheduling](2.5)
-        self.scheduler = Scheduler(self.core, limits, policy=scheduling, admission=setup.admission, emit=self._on_event)
+        targets = Targets(ttft_s=3.0, itl_s=0.5) if setup.guarded else Targets()
+        self.guardrails = Guardrails.of(
+            targets, max_num_batched_tokens=setup.max_num_batched_tokens, block_size=BLOCK_SIZE
+        )
+        self.scheduler = Scheduler(
+            self.core,
+            limits,
+            policy=scheduling,
+            admission=setup.admission,
+            guardrails=self.guardrails,
+            emit=self._on_event,
+        )
+        self.landed_s = 0.0
         self.runner = ShadowRunner(self.scheduler)
         self.whole = self.runner.whole_group
         num_new = setup.max_num_batched_tokens
@@ -226,6 +244,8 @@ class Machine:
         self.events: list[Event] = []
         self.now = 0.0
         self.computed_at_failure: dict[str, int] = {}  # tokens of who ran when the last step failed
+        self.chosen: list[tuple[Request, Request]] = []  # of this schedule(): who was preempted, and for whom
+        self.scheduler._rows._relief._victims.choose = self._choose
         self.failed_extends: list[int] = []  # of this schedule(): how many blocks pins alone kept each time
         self.core.extend = self._extend
         self.seen: Counter[str] = Counter()
@@ -272,12 +292,17 @@ class Machine:
             )
             for index in range(num_samples)
         ]
+        request, *request.forks = samples
+        if self.setup.guarded and self.scheduler.judge(request) is not None:
+            self._saw("refused")
+            assert self.scheduler.has_requests, "a server with nothing to do refuses nobody"
+            assert self.scheduler.get(request_id) is None
+            return
         if self.setup.has_culprits and 0 < own % 9 < 7:
             (self.culprits if own % 9 < 3 else self.odd).add(samples[num_new % num_samples].request_id)
         for sample in samples:
             self.requests[sample.request_id] = sample
             self.expected[sample.request_id] = alone(sample)
-        request, *request.forks = samples
         self.scheduler.add(request)
         self._saw("added during a step", bool(self.flights))
 
@@ -287,6 +312,7 @@ class Machine:
             return
         before = sorted(self.scheduler.running, key=lambda request: request.order)
         waited = list(self.scheduler.waiting)
+        self.chosen.clear()
         self.events.clear()
         self.failed_extends.clear()
         self._give_drafts()
@@ -360,7 +386,7 @@ class Machine:
         else:
             self._apply(self.flights.pop(0))
 
-    def _apply(self, flight: Flight) -> None:  # noqa: PLR0915 - all that must come of a step
+    def _apply(self, flight: Flight) -> None:  # noqa: C901, PLR0915 - all that must come of a step  # noqa: C901 - every kind of step
         plan, requests = flight.plan, flight.requests
         aborted = {request.request_id for request in flight.samples if request.is_aborted}
         result = self.runner.run(flight.launched)
@@ -394,7 +420,10 @@ class Machine:
         caches = [list(block_ids) for block_ids in self._whole_of(plan)]
         num_recomputed = self._num_recomputed(plan, requests)
         self.events.clear()
-        got = self.scheduler.apply(result)
+        if self.setup.guarded:  # mostly as slow as tokens are many; and clocks jump, and stand still
+            took_s = self.rng.choice((0.05 * len(plan.token_ids), 0.05 * len(plan.token_ids), 0.0, 0.4, 1e9, -2.0))
+            self.landed_s += took_s
+        got = self.scheduler.apply(result, self.landed_s if self.setup.guarded else None)
         self._saw("joined at commit", any(a != b for a, b in zip(caches, self._whole_of(plan), strict=True) if b))
         got_any = [one for one in flight.samples if one.request_id not in aborted and one not in spoiled]
         assert got == list(dict.fromkeys(got_any))
@@ -659,7 +688,7 @@ class Machine:
                 "overtakes", any(one.index > other.index for one in scheduler.running for other in scheduler.waiting)
             )
         elif self.setup.scheduling == "fcfs":
-            everybody = [request.index for request in (*scheduler.running, *scheduler.waiting)]
+            everybody = [one.index for one in (*scheduler.running, *scheduler.waiting) if not one.num_preemptions]
             is_in_order = everybody == sorted(everybody)
             self.is_out_of_order = not is_in_order and (self.is_out_of_order or scheduler.suspicion.is_on)
             assert is_in_order or self.is_out_of_order, "not in order of arrival"
@@ -736,11 +765,11 @@ class Machine:
         after = {request.request_id for request in self.scheduler.running}
         preempted = [event.request_id for event in self.events if isinstance(event, RequestPreempted)]
         assert len(set(preempted)) == len(preempted)
-        planned = {request.request_id for request in self.scheduler.in_step}.difference(preempted)
-        others = [request.request_id for request in reversed(before)]
-        if self.scheduler.suspicion.is_on:
-            others = [request_id for request_id in others if request_id not in planned]
-        assert preempted == others[: len(preempted)], "not from the end"
+        assert preempted == [victim.request_id for victim, _ in self.chosen]
+        for victim, beneficiary in self.chosen:
+            assert victim is beneficiary or victim.order > beneficiary.order, "for somebody behind it"
+            self._saw("not the last was preempted", victim.index < max(one.index for one in before))
+            self._saw("went itself", victim is beneficiary)
         for request in before:
             request_id = request.request_id
             if request_id in preempted:
@@ -776,6 +805,9 @@ class Machine:
             self._check_prefills(plan)
             return
         if len(plan.token_ids) == self.setup.max_num_batched_tokens or plan.copies:
+            return
+        if self._num_prompt_tokens(plan) >= self.guardrails.pacing.prefill_cap_tokens:
+            self._saw("waits for the cap")
             return
         if planned.waits_for == "growth":
             could_run = [has_room(scheduler, request, plan.step_id) for request in candidates]
@@ -813,12 +845,56 @@ class Machine:
         """Whether all tokens of one that waits fit beside those of all that run."""
         scheduler, core = self.scheduler, self.core
         num_groups, num_new = len(self.setup.rules), self.setup.max_num_batched_tokens
-        needed = core.num_blocks_for(head.num_tokens + 1, num_new, is_expected=True) + len(head.forks) * num_groups
+        num_steps = self._num_reserved(head)
+        if num_steps is None:
+            self._saw("comes back when it is first")
+            return False
+        num_tokens = min(head.num_tokens + num_steps, max(head.num_tokens, head.stop.max_total_tokens)) + 1
+        needed = core.num_blocks_for(num_tokens, num_new, is_expected=True) + len(head.forks) * num_groups
         needed += int(self.setup.num_blocks * 0.01)
         for request in scheduler.running:
-            needed += core.num_blocks_for(request.num_tokens, num_new, request.cache, is_expected=True)
+            num_tokens = max(request.num_tokens, min(request.num_tokens + num_steps, request.stop.max_total_tokens))
+            needed += core.num_blocks_for(num_tokens, num_new, request.cache, is_expected=True)
             needed += len(request.forks) * num_groups
         return needed <= core.num_available + core.pool.num_pinned
+
+    def _num_reserved(self, head: Request) -> int | None:
+        """Return for how many steps there must be room beside what waits first; None where it waits for all of them."""
+        if not head.num_preemptions or head.order < min(one.order for one in self.scheduler.running):
+            return 0
+        self._saw("reserves")
+        return None if head.num_preemptions > 2 else head.num_preemptions * max(head.num_output_tokens, BLOCK_SIZE)
+
+    def _choose(self, beneficiary: Request, num_planned: int) -> Request:
+        """Choose a victim, as the scheduler does, beside a slow twin."""
+        choose, queues = type(self.scheduler._rows._relief._victims).choose, self.scheduler._queues
+        victim = choose(self.scheduler._rows._relief._victims, beneficiary, num_planned)
+        having = [*queues.running[num_planned:], *queues.set_aside]
+        behind = sorted((one for one in having if one.order > beneficiary.order), key=lambda one: one.order)
+        urgency = (lambda one: one.priority) if self.setup.scheduling == "priority" else (lambda one: 0)
+        least = [one for one in behind if urgency(one) == max(map(urgency, behind))]
+        fewest = [one for one in least if one.num_preemptions == min(each.num_preemptions for each in least)]
+        expected = beneficiary
+        if fewest:
+            is_spared = fewest[0].num_preemptions >= 2 > beneficiary.num_preemptions
+            if not (is_spared and num_planned and urgency(fewest[0]) <= urgency(beneficiary)):
+                losses = [(loss_of(self.core, one), -place) for place, one in enumerate(fewest)]
+                expected = fewest[-min(losses)[1]]
+                self._saw("loses least", expected is not fewest[-1])
+            else:
+                self._saw("spared")
+        assert victim is expected, f"{victim} is preempted, not {expected}"
+        self.chosen.append((victim, beneficiary))
+        return victim
+
+    def _num_prompt_tokens(self, plan: StepPlan) -> int:
+        """Return how many tokens of prompts a plan computes, or more."""
+        in_step = self.scheduler.in_step
+        return sum(
+            num_tokens
+            for request, start, num_tokens in zip(in_step, plan.starts, plan.num_tokens, strict=False)
+            if num_tokens > 1 or start < max(request.num_prompt_tokens, request.max_computed_tokens)
+        )
 
     def _check_given_up(self, flight: Flight) -> None:
         """Pins went for the sake of somebody who runs now, before anybody was preempted."""
@@ -865,6 +941,9 @@ class Machine:
         block_size = BLOCK_SIZE
         assert plan.num_rows == len(flight.requests) == len(plan.num_tokens) == len(plan.tables)
         assert sum(plan.num_tokens) == len(plan.token_ids) <= self.setup.max_num_batched_tokens
+        cap = self.guardrails.pacing.prefill_cap_tokens
+        assert max(plan.num_tokens, default=0) <= max(1, cap) or plan.drafted
+        self._saw("a cap below a step", cap < self.setup.max_num_batched_tokens)
         late: list[tuple[int, int]] = []
         sampling: list[tuple[int, int, int]] = []
         written: set[tuple[int, int]] = set()
@@ -1061,6 +1140,28 @@ class Machine:
             self.seen[what] += 1
 
 
+def loss_of(core: KVCore, request: Request) -> float:
+    """Return the tokens that a request would compute again for each block that it alone has, block by block."""
+    cache, num_computed = request.cache, request.num_computed_tokens
+    own = [
+        block_id
+        for block_id in cache.all_block_ids()
+        if core.pool.blocks[block_id].num_table_refs == 1 and not core.pool.blocks[block_id].num_pin_refs
+    ]
+    num_kept = min(
+        (
+            next((place for place, block_id in enumerate(table.block_ids) if block_id in own), len(table.block_ids))
+            for table in cache.tables
+            if not table.num_trimmed
+        ),
+        default=0,
+    )
+    num_published = cache.num_published * BLOCK_SIZE if cache.has_path else 0
+    lost = range(min(num_kept * BLOCK_SIZE, num_published, num_computed), num_computed)
+    num_restored = sum(core.host.is_on and position < num_published for position in lost)
+    return (len(lost) - num_restored + num_restored * 0.01) / len(own) if own else float("inf")
+
+
 def samples_of(plan: StepPlan, requests: list[Request]) -> list[Request]:
     """Return who gets the token of each sampling row, given who has each row."""
     num_drafts = {one.row: one.num_drafts for one in plan.drafted}
@@ -1122,9 +1223,9 @@ def random_operations(
     """
     rng = Random(seed)
     setup = random_setup(rng, policy)
+    setup = replace(setup, **changes)
     if len(rules) > 1:
         setup = replace(setup, rules=rules, num_blocks=setup.num_blocks * len(rules))
-    setup = replace(setup, **changes)
     if has_host:  # and a device that is too small, so that blocks go there
         num_blocks, num_host_blocks = rng.choice((6, 9, 14)), rng.choice((5, 30, 200))
         setup = replace(setup, num_blocks=num_blocks * len(rules), num_host_blocks=num_host_blocks * len(rules))
@@ -1318,6 +1419,17 @@ def test_random_operations_with_several_groups(rules: tuple[KeepRule, ...], seal
     random_operations(0, 200, "lru", rules, seals=seals)
 
 
+@pytest.mark.parametrize("rules", [(KEEP_ALL,), GROUPS[1]], ids=str)
+@IN_FULL
+def test_random_operations_with_guardrails(rules: tuple[KeepRule, ...], in_full: bool) -> None:
+    """The same with targets, and a clock that jumps: every step gets on, and every request ends as it does alone."""
+    seen: Counter[str] = Counter()
+    asked = ("refused", "a cap below a step", "waits for the cap", "ahead")
+    for seed in until_seen(range(20, 32), seen, asked, in_full=in_full):
+        seen += random_operations(seed, 300, "lru", rules, guarded=True)
+    assert min(seen[what] for what in asked) > 0
+
+
 @pytest.mark.parametrize("rules", PACKING, ids=str)
 @IN_FULL
 def test_random_operations_where_chunks_are_packed(rules: tuple[KeepRule, ...], in_full: bool) -> None:
@@ -1414,16 +1526,19 @@ def test_what_is_worth_testing_happens() -> None:
         "forked inside a block",
         "joined at commit",
         "lean on a promise",
+        "loses least",
         "lost what was not sealed",
         "not ahead: a fork",
         "not ahead: a join",
         "not ahead: memory",
+        "not the last was preempted",
         "overtakes",
         "pin given up for one that runs",
         "pin given up for one that waits",
         "pinned",
         "preempted",
         "prefix hit",
+        "reserves",
         "reset during a step",
         "reset during two steps",
         "samples cancelled in the step that forks",
@@ -1434,6 +1549,7 @@ def test_what_is_worth_testing_happens() -> None:
         "somebody new waits for a search",
         "two culprits in a step",
         "waits for memory",
+        "went itself",
         "what a preemption kept",
     ):
         assert seen[what] > 0, f"{what} never happened: {seen}"

@@ -35,6 +35,7 @@ SchedulingPolicyName: TypeAlias = Literal["fcfs", "priority", "lpm"]
 Admission: TypeAlias = Literal["predicted", "prompt", "max_tokens"]
 
 _MAX_BLOCK_SIZE = 256
+_MOST_TARGET_MS = 24 * 60 * 60 * 1000
 _NUM_SINKS = 4
 """As in StreamingLLM (Xiao et al., 2023, section 3.3): four are enough."""
 
@@ -121,6 +122,10 @@ class EngineConfig:
         long_prefill_token_threshold: tokens beyond which a prompt is long, and the most that a step computes of any; 0
             for no prompt is long.
         request_timeout_s: seconds after which a request that has not finished is ended; None for never.
+        target_ttft_ms: milliseconds to the first token that a server keeps: it refuses requests which would wait longer
+            (see ``scheduler/guardrails``). None for no target.
+        target_itl_ms: milliseconds between two tokens of a request, the 95th percentile, that the engine keeps: it goes
+            without drafts then, and computes prompts in smaller pieces. None for no target.
         max_pinned_share: of all blocks, how many pins may keep together, 0 to 1.
         pin_half_life_s: seconds in which a pin's priority halves.
 
@@ -268,6 +273,21 @@ class EngineConfig:
     request_timeout_s: Annotated[
         float | None, Flag("Seconds after which an unfinished request is ended; never if not given.")
     ] = None
+    target_ttft_ms: Annotated[
+        float | None,
+        Flag(
+            "Refuse requests, with 429, that would wait longer than so many milliseconds for their first token.",
+            metavar="MS",
+        ),
+    ] = None
+    target_itl_ms: Annotated[
+        float | None,
+        Flag(
+            "Keep the 95th percentile of the time between two tokens under so many milliseconds: without drafts, and "
+            "with smaller prefills.",
+            metavar="MS",
+        ),
+    ] = None
     max_pinned_share: Annotated[float, Flag("Of all KV blocks, how many pins may keep together.")] = 0.5
     pin_half_life_s: Annotated[float, Flag("Seconds in which a pin's priority halves.")] = 3600.0
 
@@ -304,6 +324,7 @@ class EngineConfig:
         if not 1 <= self.block_size <= _MAX_BLOCK_SIZE or self.block_size & (self.block_size - 1):
             raise bad_value("block_size", self.block_size, f"a power of two up to {_MAX_BLOCK_SIZE}")
         self._check_sizes()
+        self._check_targets()
 
     def _check_sizes(self) -> None:
         if self.threads is not None and self.threads < 1:
@@ -431,6 +452,12 @@ class EngineConfig:
         if beside is not None:
             msg = f"kv_keep and {beside} are set, which do not go together yet."
             raise ConfigError(msg, remedy="Leave one of them out.")
+
+    def _check_targets(self) -> None:
+        for name in ("target_ttft_ms", "target_itl_ms"):
+            target_ms = getattr(self, name)
+            if target_ms is not None and not 0 < target_ms <= _MOST_TARGET_MS:
+                raise bad_value(name, target_ms, "a positive number of milliseconds, a day's at most, or none at all")
 
     def _check_pins(self) -> None:
         if not 0 <= self.max_pinned_share <= 1:

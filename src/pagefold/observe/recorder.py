@@ -240,6 +240,8 @@ class TraceRecorder:
         line: dict[str, Any] = {"step": plan.step_id, "at": plan.now_s, "rows": plan.num_rows}
         if plan.num_rows:
             line |= {"computed": plan.num_tokens, "read": plan.num_read, "took": self._clock() - step.began_s}
+        if plan.prefill_cap_tokens is not None:
+            line["prefill_cap"] = plan.prefill_cap_tokens
         if has_failed:
             line["failed"] = True
         if step.hits:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from pagefold.scheduler.policy import SchedulingPolicy
     from pagefold.scheduler.queues import Queues
     from pagefold.scheduler.relief import Relief
+    from pagefold.scheduler.sessions import Sessions
     from pagefold.scheduler.step_in_flight import StepInFlight
     from pagefold.scheduler.streamer import Streamer
 
@@ -34,6 +35,7 @@ class Admission:
         queues: who waits, and who runs.
         streamer: knows who must stream.
         relief: finds memory.
+        sessions: know for whom blocks are used.
         rule: is told who runs.
         policy: says who is next.
         limits: of a step.
@@ -46,6 +48,7 @@ class Admission:
         queues: Queues,
         streamer: Streamer,
         relief: Relief,
+        sessions: Sessions,
         rule: AdmissionRule,
         policy: SchedulingPolicy,
         limits: SchedulerLimits,
@@ -55,6 +58,7 @@ class Admission:
         self._queues = queues
         self._streamer = streamer
         self._relief = relief
+        self._sessions = sessions
         self._rule = rule
         self._policy = policy
         self._max_num_seqs = limits.max_num_seqs
@@ -147,7 +151,13 @@ class Admission:
         else:
             hit = core.worth(hit)
             is_return = request.num_cached_tokens >= 0
-            cache, start = core.acquire(hit, request.message_ends, is_return=is_return, owner=request.request_id)
+            cache, start = core.acquire(
+                hit,
+                request.message_ends,
+                is_return=is_return,
+                owner=request.request_id,
+                session=self._sessions.owner_of(request),
+            )
         request.cache = cache
         num_tokens = core.lodgers.limit(cache, start, min(request.num_tokens - start, budget), request.num_tokens)
         if not core.extend(cache, start, start + num_tokens):

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from pagefold.request import WarmUp
     from pagefold.scheduler.growth import AdmissionRule
     from pagefold.scheduler.queues import Queues
+    from pagefold.scheduler.sessions import Sessions
     from pagefold.scheduler.step_in_flight import StepInFlight
     from pagefold.scheduler.streamer import Streamer
 
@@ -29,15 +30,23 @@ class Leaving:
         queues: where those go that wait again.
         streamer: keeps what a request that streams has.
         rule: expects no growth any more of who goes.
+        sessions: are told who leaves.
         emit: where events go.
+
+    Attributes:
+        num_finished: how many requests have left for good, with each of their samples.
     """
 
-    def __init__(self, core: KVCore, queues: Queues, streamer: Streamer, rule: AdmissionRule, emit: Emit) -> None:
+    def __init__(  # noqa: PLR0913, PLR0917 - the parts that it holds together
+        self, core: KVCore, queues: Queues, streamer: Streamer, rule: AdmissionRule, sessions: Sessions, emit: Emit
+    ) -> None:
         self._core = core
         self._queues = queues
         self._streamer = streamer
         self._rule = rule
+        self._sessions = sessions
         self._emit = emit
+        self.num_finished = 0
 
     def wait_again(self, request: Request, *, is_preempted: bool = False) -> None:
         """Let a request that ran wait: preempted, or taken back with the step that admitted it.
@@ -51,6 +60,7 @@ class Leaving:
             request.num_preemptions += 1
             request.max_computed_tokens = max(request.max_computed_tokens, request.num_computed_tokens)
         request.drafts = ()
+        self._sessions.preempted(request)
         progress = request.num_computed_tokens / request.stop.max_total_tokens
         self.let_go(request, min(progress, 1.0))
         request.num_computed_tokens = 0
@@ -59,6 +69,8 @@ class Leaving:
 
     def finish(self, request: Request, reason: FinishReason) -> None:
         """Let a request end, and those that were to fork from it."""
+        for sample in (request, *request.forks):
+            self._sessions.finished(sample, reason)
         if request.cache is not None:
             if request.warm_up is not None and request.warm_up.pin and reason in ("stop", "length"):
                 self._pin(request, request.warm_up, request.cache)
@@ -67,6 +79,7 @@ class Leaving:
                 self._core.uses.hint(request.cache, repeat(True))  # noqa: FBT003 - of every block
             self.let_go(request)
         self._queues.forget(request)
+        self.num_finished += request.num_seqs
         for sample in (request, *request.forks):
             sample.finish_reason = reason
             sample.to(RequestStatus.FINISHED)

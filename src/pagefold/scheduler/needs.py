@@ -33,11 +33,13 @@ class Needs:
         self._core = core
         self._max_num_batched_tokens = max_num_batched_tokens
 
-    def whole(self, request: Request) -> int:
-        """Return the blocks that ``request`` is expected to hold at most at once, with the next token."""
-        return self._core.num_blocks_for(
-            request.num_tokens + 1, self._step_tokens(request), is_expected=True, mask=request.mask
-        )
+    def whole(self, request: Request, num_steps: int = 0) -> int:
+        """Return the blocks that ``request`` is expected to hold at most at once, with the next token.
+
+        With those of ``num_steps`` steps more, as far as it may sample tokens.
+        """
+        num_tokens = request.num_tokens + 1 + _num_later(request, num_steps)
+        return self._core.num_blocks_for(num_tokens, self._step_tokens(request), is_expected=True, mask=request.mask)
 
     def to_begin(self, request: Request, num_begun: int) -> int:
         """Return the most blocks that ``request`` holds behind its first step; 0 where nothing is packed.
@@ -53,13 +55,15 @@ class Needs:
         step_tokens = self._step_tokens(request)
         return self._core.num_blocks_for(min(request.num_tokens + 1, num_begun + step_tokens), step_tokens)
 
-    def growth(self, request: Request) -> int:
-        """Return the blocks that ``request``, which runs, is expected to take yet, of what it has tokens for."""
+    def growth(self, request: Request, num_steps: int = 0) -> int:
+        """Return the blocks that ``request``, which runs, is expected to take yet, of what it has tokens for.
+
+        With those of ``num_steps`` steps more, as far as it may sample tokens.
+        """
         assert request.cache is not None
+        num_tokens = request.num_tokens + _num_later(request, num_steps)
         num_new = min(request.num_tokens - request.num_computed_tokens, self._step_tokens(request))
-        return self._core.num_blocks_for(
-            request.num_tokens, num_new, request.cache, is_expected=True, mask=request.mask
-        )
+        return self._core.num_blocks_for(num_tokens, num_new, request.cache, is_expected=True, mask=request.mask)
 
     def at(self, request: Request, num_tokens: int) -> int:
         """Return the blocks that ``request`` is expected to hold at most at once until it has ``num_tokens``."""
@@ -80,3 +84,8 @@ class Needs:
         if not self._core.packing.is_on or request.mask == NO_MASK:
             return self._max_num_batched_tokens
         return min(self._max_num_batched_tokens, self._core.packing.short_step)
+
+
+def _num_later(request: Request, num_steps: int) -> int:
+    """Return how many tokens ``request`` may sample in so many steps."""
+    return max(0, min(num_steps, request.stop.max_total_tokens - request.num_tokens)) if num_steps else 0

@@ -1,8 +1,9 @@
 """Scheduling policies: in which order requests wait, and in which order running ones give way.
 
 A policy gives each request one key when it arrives; the smallest goes first, and never changes. Waiting requests are
-admitted in this order, and running ones are preempted from its end. One that looks at what the cache holds chooses
-among the first of them.
+admitted in this order; a policy that looks at what the cache holds chooses among the first of them. Who runs is
+preempted only for somebody before it. A policy gives each request a level too: of those that could be preempted, the
+least urgent level goes first (``victims.py``).
 """
 
 from __future__ import annotations
@@ -44,6 +45,9 @@ class SchedulingPolicy(Protocol):
     def key(self, request: Request) -> OrderKey:
         """Return the key of a request that has just arrived; ``request.index`` is set."""
 
+    def level(self, request: Request) -> int:
+        """Return how urgent a request is, whenever it came: the smaller, the more."""
+
     def choose(self, waiting: Sequence[Request], now: float, num_cached: Callable[[Request], int]) -> Request:
         """Return who of those that wait is to be let in next; asked where there are several.
 
@@ -62,6 +66,10 @@ class FirstComeFirstServed:
     def key(self, request: Request) -> OrderKey:
         """See :class:`SchedulingPolicy`."""
         return (0.0, request.index)
+
+    def level(self, request: Request) -> int:  # noqa: ARG002 - nobody is more urgent
+        """See :class:`SchedulingPolicy`."""
+        return 0
 
     def choose(self, waiting: Sequence[Request], now: float, num_cached: Callable[[Request], int]) -> Request:  # noqa: ARG002
         """See :class:`SchedulingPolicy`."""
@@ -87,6 +95,10 @@ class PriorityWithAging:
     def key(self, request: Request) -> OrderKey:
         """See :class:`SchedulingPolicy`."""
         return (request.priority * self._aging_s + request.arrival_s, request.index)
+
+    def level(self, request: Request) -> int:
+        """See :class:`SchedulingPolicy`."""
+        return request.priority
 
     def choose(self, waiting: Sequence[Request], now: float, num_cached: Callable[[Request], int]) -> Request:  # noqa: ARG002
         """See :class:`SchedulingPolicy`."""
@@ -127,6 +139,10 @@ class LongestPrefixMatch:
                 found = (now, num_cached(request))
             self._found[request] = found
         return max(self._found, key=lambda request: self._found[request][1])
+
+    def level(self, request: Request) -> int:  # noqa: ARG002 - nobody is more urgent
+        """See :class:`SchedulingPolicy`."""
+        return 0
 
 
 SCHEDULING_POLICIES: dict[str, Callable[[float], SchedulingPolicy]] = {

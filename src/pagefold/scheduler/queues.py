@@ -114,12 +114,6 @@ class Queues:
         else:
             self.waiting.remove(request)
 
-    def take_last(self) -> Request:
-        """Take the last, in order, of those that have blocks and no row of the step being planned yet."""
-        set_aside = self.set_aside
-        is_set_aside = set_aside and set_aside[-1].order > self.running[-1].order
-        return set_aside.pop() if is_set_aside else self.running.pop()
-
     def take_out(self, request: Request) -> None:
         """Let ``request`` run no more, if it does."""
         for queue in (self.running, self.set_aside):

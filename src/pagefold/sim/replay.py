@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -10,7 +9,7 @@ from pagefold.errors import BudgetTooSmallError
 from pagefold.kv import KEEP_ALL, KeepRule, KVCore, make_policy
 from pagefold.scheduler import Scheduler, SchedulerLimits, Tiering
 from pagefold.scheduler.times import tell_tokens
-from pagefold.sim.arrivals import AnyRequest, Arrival, arrivals
+from pagefold.sim.arrivals import AnyRequest, Arrivals
 from pagefold.sim.clock import VirtualClock
 from pagefold.sim.null_runner import NullRunner
 from pagefold.sim.report import Report, Tally
@@ -129,6 +128,8 @@ def replay(  # noqa: PLR0913 - what goes in, the parts of a machine, and who wat
 ) -> Report:
     """Run ``requests`` to their ends: each is added when its time has come, and steps follow each other at their cost.
 
+    An agent's session is ended with its last turn.
+
     Args:
         requests: with their arrival times, in any order.
         scheduler: with its core; both emit to ``tally``.
@@ -141,17 +142,16 @@ def replay(  # noqa: PLR0913 - what goes in, the parts of a machine, and who wat
     Raises:
         BudgetTooSmallError: a request can never fit.
     """
-    coming = deque(arrivals(requests))
-    _check_fit(coming, scheduler)
+    coming = Arrivals(requests)
+    _check_fit(coming.most_tokens, scheduler)
     while coming or scheduler.has_requests:
         if not scheduler.has_work:
-            next_s = coming[0].arrival_s if coming else float("inf")
+            next_s = coming.next_s
             if disk is not None:
                 disk.tiering.store_pending()
                 next_s = min(next_s, disk.next_s())
             clock.advance_to(next_s)
-        while coming and coming[0].arrival_s <= clock():
-            request = coming.popleft().make()
+        for request in coming.take(clock()):
             scheduler.add(request)
             if disk is not None:
                 disk.tiering.begin(request, clock())
@@ -166,7 +166,10 @@ def replay(  # noqa: PLR0913 - what goes in, the parts of a machine, and who wat
         clock.advance(took_s)
         if disk is not None:
             disk.tiering.computed(len(plan.token_ids), plan.num_rows, took_s)
-        tell_tokens(tally, scheduler.apply(result), clock(), scheduler.core.block_size)
+        got_tokens = scheduler.apply(result, clock())
+        tell_tokens(tally, got_tokens, clock(), scheduler.core.block_size)
+        for over in coming.ended((one.request_id for one in got_tokens if one.finish_reason is not None), clock()):
+            scheduler.end_session(over)
         tally.look(scheduler, clock())
     return tally.report()
 
@@ -179,9 +182,8 @@ def _compute_s(cost: Callable[[StepPlan], float]) -> float:
     return cost(plan) / _PROBE_TOKENS
 
 
-def _check_fit(coming: Iterable[Arrival], scheduler: Scheduler) -> None:
+def _check_fit(longest: int, scheduler: Scheduler) -> None:
     core = scheduler.core
-    longest = max((arrival.num_tokens for arrival in coming), default=0)
     num_blocks_needed = core.num_blocks_for(longest, scheduler.limits.max_num_batched_tokens)
     if num_blocks_needed > core.pool.num_blocks:
         msg = (

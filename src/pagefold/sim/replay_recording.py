@@ -25,7 +25,8 @@ from pagefold.kv import (
 )
 from pagefold.request import Request, StopRule, WarmUp
 from pagefold.sampling import SamplingParams
-from pagefold.scheduler import SCHEDULING_POLICIES, PrefillLimits, Scheduler, SchedulerLimits
+from pagefold.scheduler import SCHEDULING_POLICIES, Guardrails, PrefillLimits, Scheduler, SchedulerLimits
+from pagefold.scheduler.guardrails import GivenCap
 from pagefold.sim.traces.recording import (
     RecordedAdd,
     RecordedCut,
@@ -124,6 +125,7 @@ class _Replayer:
             residuals=Residuals(settings.max_num_seqs, settings.block_size) if settings.seals_blocks else NO_RESIDUALS,
             emit=self._note,
         )
+        self._pacing = GivenCap()
         self._scheduler = Scheduler(
             self._core,
             SchedulerLimits(
@@ -137,6 +139,7 @@ class _Replayer:
             ),
             policy=SCHEDULING_POLICIES[settings.scheduling_policy](settings.priority_aging_s),
             admission=settings.admission,
+            guardrails=Guardrails(self._pacing),
             emit=self._note,
         )
 
@@ -186,6 +189,7 @@ class _Replayer:
     def _step(self, recorded: RecordedStep, in_step: list[RecordedCut]) -> str:
         """Run a step; return what was other than recorded, if anything."""
         self._give_drafts(recorded)
+        self._pacing.prefill_cap_tokens = recorded.prefill_cap_tokens
         plan = self._scheduler.schedule(recorded.now_s)
         where = f"step {recorded.step_id}"
         if plan.num_rows != recorded.num_rows or len(plan.token_ids) != recorded.num_computed:

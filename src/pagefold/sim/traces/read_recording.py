@@ -13,6 +13,7 @@ from pagefold.errors import TraceError
 from pagefold.kv.keep import KEEP_ALL, KeepRule
 from pagefold.kv.policies import POLICIES
 from pagefold.scheduler import ADMISSION_RULES, SCHEDULING_POLICIES
+from pagefold.scheduler.guardrails import NO_CAP
 from pagefold.sim.size_limits import MAX_BLOCKS, MAX_TOKENS
 from pagefold.sim.traces.fields import Fields
 from pagefold.sim.traces.recording import (
@@ -222,6 +223,7 @@ class _Reader:
             damaged=line.wholes("damaged", 0, settings.num_host_blocks - 1),
             corrupted=line.wholes("corrupted", 0, _MOST),
             drafts=tuple(_drafts(each, len(self._adds)) for each in line.items("drafts")),
+            prefill_cap_tokens=line.whole("prefill_cap", 1, _MOST) if "prefill_cap" in line else NO_CAP,
         )
 
     def _end(self, line: Fields, recording: Recording) -> None:

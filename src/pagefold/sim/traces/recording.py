@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 from pagefold.errors import TraceError
 from pagefold.kv.keep import KEEP_ALL, KeepRule
 from pagefold.request import Request, StopRule
+from pagefold.scheduler.guardrails import NO_CAP
 from pagefold.sim.traces.request import GREEDY_TO_LENGTH, Trace, TraceRequest
 from pagefold.sim.traces.tokens import name_blocks
 
@@ -126,6 +127,7 @@ class RecordedStep:
         corrupted: samples of which the model computed no numbers.
         drafts: (number, how many it had, how many of them were right) of each sample with drafts; -1 where something in
             its row was no number.
+        prefill_cap_tokens: how many tokens of prompts it might compute, by the server's guardrails.
     """
 
     step_id: int
@@ -140,6 +142,7 @@ class RecordedStep:
     damaged: tuple[int, ...] = ()
     corrupted: tuple[int, ...] = ()
     drafts: tuple[tuple[int, int, int], ...] = ()
+    prefill_cap_tokens: int = NO_CAP
 
 
 @dataclass(frozen=True, slots=True)
