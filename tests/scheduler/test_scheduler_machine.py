@@ -398,9 +398,7 @@ class Machine:
         caches = [list(block_ids) for block_ids in self._whole_of(plan)]
         num_recomputed = self._num_recomputed(plan, requests)
         self.events.clear()
-        if self.setup.guarded:  # mostly as slow as tokens are many; and clocks jump, and stand still
-            self.landed_s += self.rng.choice((*[0.2 * len(plan.token_ids)] * 6, 0.0, 0.4, 1e9, -2.0))
-        got = self.scheduler.apply(result, self.landed_s if self.setup.guarded else None)
+        got = self.scheduler.apply(result, self._landed(plan))
         self._saw("joined at commit", any(a != b for a, b in zip(caches, self._whole_of(plan), strict=True) if b))
         got_any = [one for one in flight.samples if one.request_id not in aborted and one not in spoiled]
         assert got == list(dict.fromkeys(got_any))
@@ -784,6 +782,13 @@ class Machine:
             needed += len(request.forks) * num_groups
         assert needed > core.num_available + core.pool.num_pinned, f"{head} could run"
         self._saw("waits for memory")
+
+    def _landed(self, plan: StepPlan) -> float | None:
+        """Return when a step has run, for guardrails: it is slow where tokens are many; and clocks jump or stand still."""
+        if not self.setup.guarded:
+            return None
+        self.landed_s += self.rng.choice((*[0.2 * len(plan.token_ids)] * 6, 0.0, 0.4, 1e9, -2.0))
+        return self.landed_s
 
     def _num_prompt_tokens(self, plan: StepPlan) -> int:
         """Return how many tokens of prompts a plan computes, or more."""

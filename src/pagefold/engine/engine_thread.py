@@ -115,11 +115,14 @@ class EngineThread:
 
     def ensure_ready(self) -> None:
         """See :class:`~pagefold.engine.client.EngineClient`."""
-        if self._failure is not None:
-            raise _stopped(self._failure)
+        self._ensure_alive()
         if not self._takes_requests:
             msg = "The server is shutting down and takes no more requests."
             raise EngineStoppedError(msg, remedy="Try another replica, or again later.")
+
+    def _ensure_alive(self) -> None:
+        if self._failure is not None:
+            raise _stopped(self._failure)
 
     async def compile_grammar(self, params: StructuredOutputsParams) -> Grammar:
         """See :class:`~pagefold.engine.client.EngineClient`."""
@@ -150,8 +153,7 @@ class EngineThread:
 
         def add() -> None:
             try:
-                if self._failure is not None:
-                    raise _stopped(self._failure)
+                self._ensure_alive()
                 self._engine.add(request_id, prompt_token_ids, sampling, caller, grammar, together=with_whom)
             except Exception as error:  # noqa: BLE001 - whoever asked is told
                 failure = error  # Python forgets `error` where this clause ends
