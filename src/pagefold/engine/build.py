@@ -43,6 +43,7 @@ from pagefold.scheduler import (
     NO_TIERING,
     SCHEDULING_POLICIES,
     Guardrails,
+    PrefillLimits,
     Rates,
     Scheduler,
     SchedulerLimits,
@@ -190,9 +191,16 @@ def _assemble(
     )
     scheduler = Scheduler(
         core,
-        SchedulerLimits(config.max_num_seqs, config.max_num_batched_tokens),
+        SchedulerLimits(
+            config.max_num_seqs,
+            config.max_num_batched_tokens,
+            PrefillLimits(
+                config.max_num_partial_prefills, config.max_long_partial_prefills, config.long_prefill_token_threshold
+            ),
+        ),
         guardrails=_guardrails(config, runner),
         policy=SCHEDULING_POLICIES[config.scheduling_policy](config.priority_aging_s),
+        admission=config.admission,
         emit=emit,
     )
     tiering = NO_TIERING

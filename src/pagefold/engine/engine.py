@@ -192,7 +192,7 @@ class Engine:
         max_total = self.capacity.max_model_len
         if sampling.max_tokens is not None:
             max_total = min(max_total, len(prompt_token_ids) + sampling.max_tokens)
-        priority = caller.priority + (0 if self.scheduler.policy.name == "fcfs" else caller.tier_offset)
+        priority = caller.priority + (0 if self.scheduler.policy.name in ("fcfs", "lpm") else caller.tier_offset)
         seed = sampling.seed if sampling.seed is not None else hash((self._seed, self._num_requests))
         self._num_requests += 1
         now = self._clock()

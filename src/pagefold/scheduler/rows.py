@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from pagefold.request import Request
     from pagefold.scheduler.admission import Admission
     from pagefold.scheduler.guardrails import Guardrails
+    from pagefold.scheduler.limits import SchedulerLimits
     from pagefold.scheduler.queues import Queues
     from pagefold.scheduler.relief import Relief
     from pagefold.scheduler.step_in_flight import StepInFlight
@@ -32,7 +33,7 @@ class RowPlanner:
         queues: who runs.
         relief: finds memory for those that run.
         admission: lets those in that wait.
-        max_num_batched_tokens: of one step.
+        limits: of a step.
         guardrails: say how many tokens of prompts a step may compute.
     """
 
@@ -42,14 +43,15 @@ class RowPlanner:
         queues: Queues,
         relief: Relief,
         admission: Admission,
-        max_num_batched_tokens: int,
+        limits: SchedulerLimits,
         guardrails: Guardrails,
     ) -> None:
         self._core = core
         self._queues = queues
         self._relief = relief
         self._admission = admission
-        self._max_num_batched_tokens = max_num_batched_tokens
+        self._max_num_batched_tokens = limits.max_num_batched_tokens
+        self._most_of_one = limits.prefills.long_threshold or limits.max_num_batched_tokens
         self._guardrails = guardrails
 
     def plan(self, step: StepInFlight) -> None:  # noqa: C901, PLR0912, PLR0915 - for each row of each step: calls cost
@@ -92,6 +94,7 @@ class RowPlanner:
                     return
                 continue
             if num_tokens > 1:
+                num_tokens = min(num_tokens, self._most_of_one)
                 if num_tokens > prompt_budget:
                     num_tokens = max(1, prompt_budget)
                 num_tokens = self._core.lodgers.limit(cache, start, num_tokens, len(token_ids))
@@ -129,6 +132,8 @@ class RowPlanner:
                 add_sample(request)
                 if request.forks:
                     plan_samples(step, request)
+            else:
+                step.partial.append(request)
             if not is_plain:
                 plan_extras(plan, request)
             if start < request.num_prompt_tokens or num_tokens > 1 or start < request.max_computed_tokens:

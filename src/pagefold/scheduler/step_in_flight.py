@@ -46,6 +46,7 @@ class StepInFlight:
             reads theirs, is over.
         num_leaving: of those that the step before was planned for, so many have nothing left to compute behind it.
         num_admitted: the last so many of ``requests`` were admitted in this step.
+        partial: those of ``requests`` that have tokens behind it whose KV is not computed: of prompts, mostly.
         num_prefill_tokens, num_recomputed_tokens: of prompts, and of what had been computed before.
         num_prefill_rows: rows that compute those.
         prefill_cap_tokens: how many of them it was allowed to compute.
@@ -66,6 +67,7 @@ class StepInFlight:
         "num_prefill_rows",
         "num_prefill_tokens",
         "num_recomputed_tokens",
+        "partial",
         "plan",
         "prefill_cap_tokens",
         "promises",
@@ -82,6 +84,7 @@ class StepInFlight:
         self.requests: list[Request] = []
         self.samples: list[Request] = []
         self.forking: list[Request] = []
+        self.partial: list[Request] = []
         self.promises: list[Promise] = []
         self.filling: list[Request] = []
         self.joins: list[Promise] = []

@@ -34,7 +34,8 @@ class RecordedSettings:
     """What the server was started with, by the names of ``EngineConfig``; and the blocks of pool and host tier.
 
     ``seals_blocks`` says whether its codec seals blocks when they are full: then each sequence has a residual.
-    ``rules`` say what each cache group keeps.
+    ``rules`` say what each cache group keeps. Recordings that say nothing of admission are of servers that let requests
+    in by their prompts.
     """
 
     num_blocks: int
@@ -51,6 +52,10 @@ class RecordedSettings:
     allow_streaming: bool = False
     seals_blocks: bool = False
     rules: tuple[KeepRule, ...] = (KEEP_ALL,)
+    admission: str = "prompt"
+    max_num_partial_prefills: int | None = None
+    max_long_partial_prefills: int | None = None
+    long_prefill_token_threshold: int = 0
 
 
 @dataclass(frozen=True, slots=True)
