@@ -386,7 +386,7 @@ class Machine:
         else:
             self._apply(self.flights.pop(0))
 
-    def _apply(self, flight: Flight) -> None:  # noqa: C901, PLR0915 - all that must come of a step  # noqa: C901 - every kind of step
+    def _apply(self, flight: Flight) -> None:  # noqa: PLR0915 - all that must come of a step  # noqa: C901 - every kind of step
         plan, requests = flight.plan, flight.requests
         aborted = {request.request_id for request in flight.samples if request.is_aborted}
         result = self.runner.run(flight.launched)
