@@ -337,10 +337,10 @@ def _audit_pins(core: KVCore) -> None:
 
 
 def _audit_policy(core: KVCore) -> None:
-    candidates = {id(node) for node in core.policy.candidates()}
+    candidates = {id(node) for node in core.blocks.expectations.candidates()}
     evictable = {id(node) for node in core.tree.nodes() if node.evictable}
     _check(candidates == evictable, f"policy offers {len(candidates)} nodes, {len(evictable)} are evictable")
-    victim = core.policy.victim()
+    victim = core.blocks.expectations.victim(core.now_s)
     _check((victim is None) == (not candidates), "the policy finds no victim among its candidates")
 
 

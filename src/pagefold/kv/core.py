@@ -223,7 +223,13 @@ class KVCore:
     # Sequences' caches.
 
     def acquire(
-        self, hit: PrefixHit, message_ends: Sequence[int] = (), *, is_return: bool = False, owner: str = ""
+        self,
+        hit: PrefixHit,
+        message_ends: Sequence[int] = (),
+        *,
+        is_return: bool = False,
+        owner: str = "",
+        session: object | None = None,
     ) -> tuple[SequenceCache, int]:
         """Make a cache that starts with what ``hit`` found, and hold that. Return it and the number of tokens it holds.
 
@@ -238,6 +244,7 @@ class KVCore:
                 last one's firmly (``landmarks.py``).
             is_return: whether who asks has had a cache of the same before: where it begins says nothing of others.
             owner: the request that it is for, as events name it.
+            session: for whose session the blocks are used (``expectations.py``); None for none.
         """
         self.blocks.next_tick()
         self.blocks.asked_by = owner
@@ -252,6 +259,7 @@ class KVCore:
             cache.tail = nodes[-1] if nodes else self.tree.root(hit.namespace, mask=hit.mask)
         if nodes:
             self.uses.note(nodes)
+            self.blocks.expectations.note_use(nodes, session)
         cache.num_published = len(nodes)
         num_tokens = len(nodes) * self.block_size + self._prefixes.go_on(cache, nodes, hit)
         cache.num_begun = num_tokens // self.block_size

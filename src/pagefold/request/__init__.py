@@ -2,6 +2,7 @@
 
 from pagefold.request.caller import ANYBODY, DEFAULT_RETENTION_PRIORITY, MAX_RETURNS_IN_S, Caller, WarmUp
 from pagefold.request.request import LEGAL_MOVES, FinishReason, Request, RequestStatus, StopRule
+from pagefold.request.session import MAX_SESSION_ID, SessionRef, session_ref
 from pagefold.request.times import RequestTimes
 
 __all__ = [
@@ -9,11 +10,14 @@ __all__ = [
     "DEFAULT_RETENTION_PRIORITY",
     "LEGAL_MOVES",
     "MAX_RETURNS_IN_S",
+    "MAX_SESSION_ID",
     "Caller",
     "FinishReason",
     "Request",
     "RequestStatus",
     "RequestTimes",
+    "SessionRef",
     "StopRule",
     "WarmUp",
+    "session_ref",
 ]

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pagefold.kv import NO_MASK
+from pagefold.kv import NO_MASK, num_blocks_for
 
 if TYPE_CHECKING:
     from pagefold.kv import KVCore
     from pagefold.request import Request
 
 __all__ = ["Needs"]
+
+_WATERMARK = 0.01
+"""Share of all blocks that admission leaves free beside running requests, so that they can grow before one of them must
+be preempted again (vLLM's value)."""
 
 
 class Needs:
@@ -19,9 +23,13 @@ class Needs:
     Args:
         core: the KV core.
         max_num_batched_tokens: of one step.
+
+    Attributes:
+        watermark_blocks: that admission leaves free.
     """
 
     def __init__(self, core: KVCore, max_num_batched_tokens: int) -> None:
+        self.watermark_blocks = int(core.pool.num_blocks * _WATERMARK)
         self._core = core
         self._max_num_batched_tokens = max_num_batched_tokens
 
@@ -56,6 +64,20 @@ class Needs:
         num_tokens = request.num_tokens + _num_later(request, num_steps)
         num_new = min(request.num_tokens - request.num_computed_tokens, self._step_tokens(request))
         return self._core.num_blocks_for(num_tokens, num_new, request.cache, is_expected=True, mask=request.mask)
+
+    def at(self, request: Request, num_tokens: int) -> int:
+        """Return the blocks that ``request`` is expected to hold at most at once until it has ``num_tokens``."""
+        return self._core.num_blocks_for(num_tokens, self._step_tokens(request), is_expected=True, mask=request.mask)
+
+    def left(self, request: Request, num_tokens: int) -> int:
+        """Return the blocks that ``request``, which runs, is expected to take yet until it has ``num_tokens``."""
+        core, cache = self._core, request.cache
+        assert cache is not None
+        if not core.trims and not cache.streams:  # asked whenever somebody takes a block
+            size = core.block_size
+            num_places = max(0, num_blocks_for(num_tokens, size) - num_blocks_for(cache.capacity, size))
+            return (num_places + cache.may_share_tail) * core.num_groups
+        return core.num_blocks_for(num_tokens, self._step_tokens(request), cache, is_expected=True, mask=request.mask)
 
     def _step_tokens(self, request: Request) -> int:
         """Return the most tokens of ``request`` that a step computes where there is no room for more."""

@@ -86,6 +86,13 @@ class Queues:
         else:
             waiting.insert(bisect(waiting, request.order, key=_ORDER), request)
 
+    def take(self, request: Request) -> None:
+        """Take ``request`` out of those that wait: nearly always the first."""
+        if self.waiting[0] is request:
+            self.waiting.popleft()
+        else:
+            self.waiting.remove(request)
+
     def hold(self, request: Request) -> None:
         """Let a request that waits not be admitted before :meth:`ready`: blocks are brought for it."""
         self.waiting.remove(request)

@@ -24,8 +24,10 @@ from typing import TYPE_CHECKING
 from pagefold.events import Emit, RequestPreempted
 
 if TYPE_CHECKING:
+    from pagefold.events import WaitCause
     from pagefold.kv import Block, KVCore, PrefixHit
     from pagefold.request import Request
+    from pagefold.scheduler.growth import AdmissionRule
     from pagefold.scheduler.leaving import Leaving
     from pagefold.scheduler.needs import Needs
     from pagefold.scheduler.queues import Queues
@@ -35,10 +37,6 @@ if TYPE_CHECKING:
     from pagefold.scheduler.victims import Victims
 
 __all__ = ["Relief"]
-
-_WATERMARK = 0.01
-"""Share of all blocks that admission leaves free beside running requests, so that they can grow before one of them must
-be preempted again (vLLM's value)."""
 
 
 class Relief:
@@ -52,6 +50,7 @@ class Relief:
         leaving: lets those go that are preempted.
         victims: says who these are.
         reservation: says what room there must be for them to come back.
+        rule: says what those that run will take yet.
         emit: where events go.
     """
 
@@ -64,6 +63,7 @@ class Relief:
         leaving: Leaving,
         victims: Victims,
         reservation: Reservation,
+        rule: AdmissionRule,
         emit: Emit,
     ) -> None:
         self._core = core
@@ -73,8 +73,8 @@ class Relief:
         self._leaving = leaving
         self._victims = victims
         self._reservation = reservation
+        self._rule = rule
         self._emit = emit
-        self._watermark_blocks = int(core.pool.num_blocks * _WATERMARK)
 
     def extend(self, step: StepInFlight, request: Request, start: int, end: int) -> bool:
         """Extend the cache of ``request``, which runs, for writing positions [start, end).
@@ -96,9 +96,26 @@ class Relief:
             self._preempt(victim, request)
             if victim is request.leader:
                 return False
+        self._rule.note(request, step.plan.step_id)
         return True
 
-    def room_for_all(self, request: Request, hit: PrefixHit, now: float) -> PrefixHit | None:
+    def lacks(self, request: Request, hit: PrefixHit, step: StepInFlight, beside: Request | None) -> WaitCause | None:
+        """Return why ``request``, which waits, may not be let in, where that is plain or is growth of those that run.
+
+        Nothing is given up for it. ``beside`` is somebody who waits, too, and whose memory it must not take.
+        """
+        num_steps = self._reservation.num_steps(request)
+        if num_steps is None:
+            return "memory"
+        found = self._core.rules.of(hit.mask).blocks_of(hit)
+        needed = self._needed_at_once(request, hit, beside, num_steps)
+        if not self._core.pool.num_pinned and self._num_missing(needed, found) > 0:
+            return "memory"  # mostly so where many run: it does not fit, however little these will take yet
+        return None if self._rule.has_room(request, found, step.plan.step_id, beside) else "growth"
+
+    def room_for_all(
+        self, request: Request, hit: PrefixHit, now: float, beside: Request | None = None
+    ) -> PrefixHit | None:
         """Return what of ``hit`` can be used if all tokens of ``request``, which waits, fit beside those that run.
 
         None if they do not. All its tokens, not only its first chunk: a prompt that is let in and cannot be finished
@@ -109,17 +126,10 @@ class Relief:
         num_steps = self._reservation.num_steps(request)
         if num_steps is None:
             return None
-        begun = hit.num_blocks * self._core.block_size + hit.num_partial_tokens
-        needed = max(self._needs.whole(request, num_steps), self._needs.to_begin(request, begun))
         running = self._queues.with_blocks
         num_groups = self._core.num_groups
-        if running:
-            needed += self._watermark_blocks + len(request.forks) * num_groups
-            if request.beams is not None:  # they begin again, and would have to go again
-                needed += max(0, request.beams.num_held - self._needs.whole(request))
+        needed = self._needed_at_once(request, hit, beside, num_steps)
         blocks = self._core.rules.of(hit.mask).blocks_of(hit)
-        if not self._core.pool.num_pinned and self._num_missing(needed, blocks) > 0:
-            return None  # mostly so where many run: it does not fit, however little these will take yet
         for other in running:
             needed += self._needs.growth(other, num_steps) + len(other.forks) * num_groups
         missing = self._num_missing(needed, blocks)
@@ -128,6 +138,18 @@ class Relief:
         if self._num_missing(needed, blocks) > -num_groups:  # a copy keeps its sources for this step
             return hit._replace(partial=None, num_partial_tokens=0)
         return hit
+
+    def _needed_at_once(self, request: Request, hit: PrefixHit, beside: Request | None, num_steps: int) -> int:
+        """Return how many blocks ``request``, which waits, needs for so many steps, with those of ``beside``."""
+        begun = hit.num_blocks * self._core.block_size + hit.num_partial_tokens
+        needed = max(self._needs.whole(request, num_steps), self._needs.to_begin(request, begun))
+        if self._queues.with_blocks:
+            needed += self._needs.watermark_blocks + len(request.forks) * self._core.num_groups
+            if request.beams is not None:  # they begin again, and would have to go again
+                needed += max(0, request.beams.num_held - self._needs.whole(request))
+        if beside is not None:
+            needed += self._needs.whole(beside) + len(beside.forks) * self._core.num_groups
+        return needed
 
     def room_to_stream(self, request: Request, now: float) -> bool:
         """Make room for what ``request``, which waits, needs of the device at a time; False if there is none."""

@@ -24,12 +24,13 @@ Beams begin so too, and then stay together: ``beams.py`` says after each step wh
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from pagefold.events import (
     Emit,
     RequestCut,
+    RequestRefused,
     StepApplied,
     StepPlanned,
     ignore,
@@ -40,18 +41,22 @@ from pagefold.scheduler.beams import Beams, leaders
 from pagefold.scheduler.committing import commit, commit_packed, join, publish_late
 from pagefold.scheduler.corrupted import end_corrupted
 from pagefold.scheduler.ending import take_tokens
+from pagefold.scheduler.expected_growth import ADMISSION_RULES
 from pagefold.scheduler.extras import apply_extras
 from pagefold.scheduler.failed_steps import FailedSteps
 from pagefold.scheduler.flight import Flight
+from pagefold.scheduler.guardrails import NO_CAP, NO_GUARDRAILS, Guardrails, Refusal
 from pagefold.scheduler.leaving import Leaving
 from pagefold.scheduler.look_ahead import LookAhead
 from pagefold.scheduler.needs import Needs
 from pagefold.scheduler.policy import FirstComeFirstServed
+from pagefold.scheduler.queue_ahead import QueueAhead
 from pagefold.scheduler.queues import Queues
 from pagefold.scheduler.relief import Relief
 from pagefold.scheduler.reservation import Reservation
 from pagefold.scheduler.rows import RowPlanner
 from pagefold.scheduler.samples import fork_samples
+from pagefold.scheduler.sessions import MAX_SESSIONS_PER_TENANT, Sessions
 from pagefold.scheduler.step_in_flight import StepInFlight
 from pagefold.scheduler.streamer import Streamer
 from pagefold.scheduler.suspicion import Suspicion
@@ -64,23 +69,12 @@ if TYPE_CHECKING:
     from collections import deque
 
     from pagefold.kv import KVCore
+    from pagefold.request import SessionRef
+    from pagefold.scheduler.limits import SchedulerLimits
     from pagefold.scheduler.policy import SchedulingPolicy
+    from pagefold.scheduler.sessions import EndedSession
 
-__all__ = ["Scheduler", "SchedulerLimits"]
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerLimits:
-    """How much one step may hold.
-
-    Attributes:
-        max_num_seqs: sequences running at once.
-        max_num_batched_tokens: tokens computed in one step; not less than ``max_num_seqs``, so that every running
-            sequence gets its token in every step.
-    """
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
+__all__ = ["Scheduler"]
 
 
 class Scheduler:
@@ -90,27 +84,36 @@ class Scheduler:
         core: the KV core.
         limits: what one step may hold.
         policy: the order of requests; first come first served if not given.
+        admission: who may be let in beside what growth of those that run: a name of ``ADMISSION_RULES``.
+        guardrails: keep steps and waits within targets, by what was measured.
+        max_sessions_per_tenant: how many sessions of a tenant are remembered.
         emit: where events go.
 
     Attributes:
+        rule: the rule of that name.
         timed_out: those that the last call of :meth:`schedule` ended.
         corrupted: those that the last call of :meth:`apply` ended, since the model computed no numbers for them.
         distrusted: digests of the paths that were dropped with them, for slower tiers to forget.
         suspicion: who may be planned after a step has failed.
+        sessions: of agents.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the parts that it holds together
         self,
         core: KVCore,
         limits: SchedulerLimits,
         *,
         policy: SchedulingPolicy | None = None,
+        admission: str = "prompt",
+        guardrails: Guardrails = NO_GUARDRAILS,
+        max_sessions_per_tenant: int = MAX_SESSIONS_PER_TENANT,
         emit: Emit = ignore,
     ) -> None:
         assert limits.max_num_batched_tokens >= limits.max_num_seqs, "every running sequence needs a token a step"
         self.core = core
         self.limits = limits
         self.policy = policy or FirstComeFirstServed()
+        self.guardrails = guardrails
         self.timed_out: list[Request] = []
         self.corrupted: list[Request] = []
         self.distrusted: set[bytes] = set()
@@ -121,14 +124,17 @@ class Scheduler:
         self._num_arrived = 0
         self._queues = queues = Queues()
         needs = Needs(core, limits.max_num_batched_tokens)
+        self.rule = rule = ADMISSION_RULES[admission](core, needs, emit)
         streamer = Streamer(core, needs)
-        self._leaving = Leaving(core, queues, streamer, emit)
+        self.sessions = Sessions(core, emit, max_sessions_per_tenant)
+        self._leaving = Leaving(core, queues, streamer, rule, self.sessions, emit)
         victims, reservation = Victims(core, queues, self.policy), Reservation(queues, core.block_size)
-        relief = Relief(core, queues, needs, streamer, self._leaving, victims, reservation, emit)
-        admission = Admission(core, queues, streamer, relief, limits.max_num_seqs, emit)
-        self._rows = RowPlanner(core, queues, relief, admission, limits.max_num_batched_tokens)
+        relief = Relief(core, queues, needs, streamer, self._leaving, victims, reservation, rule, emit)
+        admits = Admission(core, queues, streamer, relief, self.sessions, rule, self.policy, limits, emit)
+        self._rows = RowPlanner(core, queues, relief, admits, limits, guardrails)
         self._look_ahead = LookAhead(core, queues, self._rows)
-        self._beams = Beams(core, queues, self._leaving)
+        self._queue_ahead = QueueAhead(queues, core, limits.max_num_seqs)
+        self._beams = Beams(core, queues, self._leaving, rule)
         self._failed_steps = FailedSteps(core, queues, self._leaving, self.suspicion, emit)
 
     # Requests come and go.
@@ -175,9 +181,25 @@ class Scheduler:
             sample.index = self._num_arrived
             self._num_arrived += 1
             sample.order = self.policy.key(sample)
+            self.rule.arrived(sample)
         self._queues.enter(request)
         self._queues.wait(request)
+        self.sessions.arrived(request)
         tell_added(self._emit, request)
+
+    def judge(self, request: Request) -> Refusal | None:
+        """Return why a request that is about to be added should not be, or None: it would wait longer than it may.
+
+        What counts is what would be computed before it in the policy's order. Whoever adds it all the same may do so;
+        nothing is queued here.
+        """
+        request.index = self._num_arrived
+        request.order = self.policy.key(request)
+        ahead = partial(self._queue_ahead.of, request.order, request.num_prompt_tokens, request.num_seqs)
+        request.times.computed_wait_s, refusal = self.guardrails.shedder.judge(request.num_prompt_tokens, ahead)
+        if refusal is not None:
+            self._emit(RequestRefused(request.request_id, "ttft_target", refusal.expected_s, refusal.threshold_s))
+        return refusal
 
     def hold(self, request: Request) -> None:
         """Let a request that waits not be admitted before :meth:`ready`: blocks are brought for it."""
@@ -211,6 +233,13 @@ class Scheduler:
         self._queues.remove(request)
         self._leaving.finish(request, reason)
         return request
+
+    def end_session(self, session: SessionRef) -> EndedSession | None:
+        """End a session, with its sub-agents; None if there is none. At any moment, also during a step.
+
+        Its requests go on, and their blocks go first when they end.
+        """
+        return self.sessions.end(session)
 
     # The step.
 
@@ -251,8 +280,12 @@ class Scheduler:
         self._flight.behind = step
         return self._planned(step)
 
-    def apply(self, result: StepResult) -> list[Request]:
+    def apply(self, result: StepResult, now: float | None = None) -> list[Request]:
         """The step ran: commit its blocks, append what it sampled, end what is complete.
+
+        Args:
+            result: of the step.
+            now: when its tokens were there, for the guardrails; without it they learn nothing of the step.
 
         Returns the requests that got tokens, or asked for none and are computed, in the plan's order, and behind them
         those whose beams did; those that ended have a ``finish_reason``. A request gets one token, and one more for
@@ -286,7 +319,7 @@ class Scheduler:
             join(core, late, behind)
             any_ended = True
         apply_extras(plan, result, step, dropped)
-        fork_samples(step, core, self._queues)
+        fork_samples(step, core, self._queues, self.rule)
         sampled = take_tokens(step, result, dropped)
         if plan.logprob_rows and any(request.beams is not None for request in requests):
             sampled += self._beams.advance(step, result)
@@ -308,6 +341,8 @@ class Scheduler:
                 len(plan.token_ids),
             )
         )
+        if now is not None:
+            self.guardrails.landed(step, now, self._leaving.num_finished, self._queue_ahead)
         return sampled
 
     def abandon(
@@ -327,6 +362,7 @@ class Scheduler:
         """
         step = self._flight.take()
         behind, self._flight.first = self._flight.first, None
+        self.guardrails.failed()
         ended = self._failed_steps.abandon(step, behind, error, damaged_ids, is_blamed=is_blamed)
         return [sample for request in ended for sample in (request, *request.forks)]
 
@@ -382,7 +418,8 @@ class Scheduler:
         drafts = tuple((step.requests[one.row].request_id, one.num_drafts) for one in plan.drafted)
         num_read = sum(plan.starts) + num_tokens
         waits_for = "apart" if self.suspicion.is_on and self.waiting else step.waits_for
-        self._emit(StepPlanned(plan.step_id, step.now, plan.num_rows, num_tokens, num_read, drafts, waits_for))
+        cap = None if step.prefill_cap_tokens == NO_CAP else step.prefill_cap_tokens
+        self._emit(StepPlanned(plan.step_id, step.now, plan.num_rows, num_tokens, num_read, drafts, waits_for, cap))
         return plan
 
     @staticmethod
