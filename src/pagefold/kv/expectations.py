@@ -243,6 +243,14 @@ class Expectations:
         yield from self._expected
         yield from self._policy.candidates()
 
+    def superseded_leaves(self) -> Iterator[Node]:
+        """Yield the leaves that go before all others: for audits."""
+        return iter(self._superseded)
+
+    def expected_leaves(self) -> Iterator[Node]:
+        """Yield the evictable ends of expected paths: for audits."""
+        return iter(self._expected)
+
     def ends(self) -> Iterator[tuple[Node, list[ExpectedPath]]]:
         """Yield the last nodes of expected paths, with these: for audits."""
         return iter(self._at.items())

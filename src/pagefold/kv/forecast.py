@@ -35,6 +35,7 @@ _LOOK_AGAIN = 1.3
 _SAID_RIGHTLY, _LATER = 0.85, 3
 _LATE_RANGES = 2 * _PER_OCTAVE
 _LATE_S = 1.0
+_SOONEST_S = 0.05
 
 
 def range_of(pause_s: float) -> int:
@@ -69,8 +70,8 @@ class Forecast:
         left = _NEVER
         ahead: list[tuple[float, float]] = []
         for at, weight in self._ranges:
-            if at == self._said and self._said_s is not None and age_s < self._said_s:
-                ahead.append((self._said_s - age_s, weight))
+            if at == self._said and self._said_s is not None and age_s <= self._said_s:
+                ahead.append((max(_SOONEST_S, self._said_s - age_s), weight))
             elif age_s < _ENDS[at] and at != self._said:
                 ahead.append((max(_MIDS[at] - age_s, 0.5 * (_ENDS[at] - age_s)), weight))
             else:

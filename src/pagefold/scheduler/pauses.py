@@ -7,7 +7,7 @@ other sessions did fills the gaps.
 
 from __future__ import annotations
 
-from pagefold.kv.forecast import Forecast, range_of
+from pagefold.kv.forecast import NUM_RANGES, Forecast, range_of
 
 __all__ = ["Pauses", "forecast_of"]
 
@@ -40,7 +40,7 @@ class Pauses:
         weights = {at: left for at, weight in self.weights.items() if (left := weight * self._fade) > _LEAST_WEIGHT}
         center = range_of(pause_s)
         for offset, share in _BLUR:
-            at = max(0, center + offset)
+            at = min(NUM_RANGES - 1, max(0, center + offset))
             weights[at] = weights.get(at, 0.0) + share
         self.weights = weights
 

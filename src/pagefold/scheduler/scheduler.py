@@ -63,9 +63,8 @@ if TYPE_CHECKING:
     from collections import deque
 
     from pagefold.kv import KVCore
-    from pagefold.request import SessionRef
+    from pagefold.request import EndedSession, SessionRef
     from pagefold.scheduler.policy import SchedulingPolicy
-    from pagefold.scheduler.sessions import EndedSession
 
 __all__ = ["Scheduler", "SchedulerLimits"]
 
