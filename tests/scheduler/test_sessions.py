@@ -12,7 +12,7 @@ from pagefold.events import BlockEvicted, Event, PathSuperseded, SessionClosed
 from pagefold.kv import KVCore, audit, make_policy
 from pagefold.kv.block import NOBODY, Node
 from pagefold.kv.expectations import ExpectedPath
-from pagefold.kv.forecast import Forecast, range_of, said
+from pagefold.kv.pause_forecast import PauseForecast, range_of, said
 from pagefold.request import Request, SessionRef, StopRule, session_ref
 from pagefold.sampling import SamplingParams
 from pagefold.scheduler import Scheduler, SchedulerLimits
@@ -437,7 +437,7 @@ def test_ranges_of_pauses_follow_each_other():
     places = [range_of(pause_s / 100) for pause_s in range(0, 2_000_000, 97)]
     assert places == sorted(places)
     assert places[0] == 0
-    assert Forecast({range_of(10.0): 1.0}).expected_s(0.0) == pytest.approx(10.0, rel=0.15)
+    assert PauseForecast({range_of(10.0): 1.0}).expected_s(0.0) == pytest.approx(10.0, rel=0.15)
 
 
 def test_what_an_arrival_costs_does_not_hang_on_how_many_sessions_there_are():

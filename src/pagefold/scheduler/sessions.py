@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from pagefold.events import Emit, PathSuperseded, SessionClosed
 from pagefold.kv.expectations import ExpectedPath
-from pagefold.kv.forecast import said
+from pagefold.kv.pause_forecast import said
 from pagefold.kv.tree import TOKEN_BYTES
 from pagefold.request import EndedSession
 from pagefold.scheduler.pauses import Pauses, forecast_of
