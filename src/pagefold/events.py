@@ -38,6 +38,7 @@ __all__ = [
     "PathsDistrusted",
     "PinCause",
     "PinDropped",
+    "PreemptionCause",
     "PrefixLookup",
     "PrefixMissed",
     "PromptFinished",
@@ -292,6 +293,7 @@ class RequestAdded:
         message_ends: positions behind the messages of its prompt.
         has_stop_strings: whether a text may end it.
         has_beams: whether these are beams of a search, whose tokens are known at the end.
+        tenant, weight: as in ``Request``.
     """
 
     sample_ids: tuple[str, ...]
@@ -308,6 +310,8 @@ class RequestAdded:
     message_ends: Sequence[int] = ()
     has_stop_strings: bool = False
     has_beams: bool = False
+    tenant: str = ""
+    weight: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -398,6 +402,11 @@ class FetchEnded:
     saved_s: float = 0.0
 
 
+PreemptionCause: TypeAlias = Literal["memory", "share"]
+"""Why a running request was preempted: one that runs needed blocks, or one that waits had less than its tenant's share
+of places or blocks."""
+
+
 @dataclass(frozen=True, slots=True)
 class RequestPreempted:
     """A running request gave its blocks back and waits again.
@@ -405,7 +414,8 @@ class RequestPreempted:
     Attributes:
         num_computed_tokens: how many of its tokens had KV. What the tree still holds at its return is not recomputed.
         usage_before, usage_after: share of blocks held by sequences, 0 to 1.
-        cause_request_id: the request that needed the memory.
+        cause_request_id: the request that needed what it had.
+        cause: why it had to go: see :data:`PreemptionCause`.
     """
 
     request_id: str
@@ -413,6 +423,7 @@ class RequestPreempted:
     usage_before: float
     usage_after: float
     cause_request_id: str
+    cause: PreemptionCause = "memory"
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ Device: TypeAlias = Literal["auto", "cpu", "cuda"]
 AttentionBackend: TypeAlias = Literal["auto", "cpu", "cuda", "reference"]
 ModelImpl: TypeAlias = Literal["auto", "pagefold", "transformers"]
 TransportCodec: TypeAlias = Literal["none", "lossless", "lossy7", "lossy6"]
-SchedulingPolicyName: TypeAlias = Literal["fcfs", "priority"]
+SchedulingPolicyName: TypeAlias = Literal["fcfs", "priority", "fair"]
 
 _MAX_BLOCK_SIZE = 256
 _NUM_SINKS = 4
@@ -107,7 +107,8 @@ class EngineConfig:
         speculative_config: who drafts what requests will sample, so that a step finds several of their tokens; None for
             nobody. It changes no output. A mapping with the fields of ``SpeculativeParams`` will do.
         seed: of the draws of requests that bring no seed.
-        scheduling_policy: who goes first: ``fcfs``, or ``priority`` (the smallest ``priority`` of a request).
+        scheduling_policy: who goes first: ``fcfs``, ``priority`` (the smallest ``priority`` of a request), or ``fair``
+            (tenants by their weights).
         priority_aging_s: with ``priority``, seconds of waiting that are worth one level.
         request_timeout_s: seconds after which a request that has not finished is ended; None for never.
         max_pinned_share: of all blocks, how many pins may keep together, 0 to 1.
@@ -227,9 +228,9 @@ class EngineConfig:
         ),
     ] = None
     seed: Annotated[int, Flag("Of requests that bring none.")] = 0
-    scheduling_policy: Annotated[SchedulingPolicyName, Flag("Who goes first: fcfs, or priority (the smallest).")] = (
-        "fcfs"
-    )
+    scheduling_policy: Annotated[
+        SchedulingPolicyName, Flag("Who goes first: fcfs, priority (the smallest), or fair (tenants by their weights).")
+    ] = "fcfs"
     priority_aging_s: Annotated[float, Flag("Seconds of waiting that are worth one level of priority.")] = 60.0
     request_timeout_s: Annotated[
         float | None, Flag("Seconds after which an unfinished request is ended; never if not given.")

@@ -63,8 +63,10 @@ class RequestChecks:
             refuse_without_tokenizer(sampling)
         kind = self._limits.kind_of(caller)
         self._check_samples(num_tokens, sampling, kind)
-        if caller.priority and self._scheduler.policy.name == "fcfs":
-            msg = f"priority is {caller.priority}, but requests are served first come first served."
+        policy = self._scheduler.policy
+        if caller.priority and not policy.heeds_priority:
+            how = "first come first served" if policy.shares is None else "by their tenants' shares"
+            msg = f"priority is {caller.priority}, but requests are served {how}."
             raise InvalidRequestError(
                 msg, param="priority", remedy="Leave it out, or start with scheduling_policy=priority."
             )

@@ -24,8 +24,15 @@ class TokenStream:
         InvalidRequestError, EngineStoppedError: the engine refused the request, or failed.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, num_samples: int, abort: Callable[[TokenStream], None]) -> None:
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        num_samples: int,
+        abort: Callable[[TokenStream], None],
+        tenant: str = "",
+    ) -> None:
         self.loop = loop
+        self.tenant = tenant
         self.num_samples = num_samples
         self.deltas: asyncio.Queue[OutputDelta | Exception] = asyncio.Queue()
         self._held: deque[list[OutputDelta] | Exception] = deque()  # taken from the queue; a list is told as one

@@ -9,6 +9,7 @@ from pagefold.request import RequestStatus
 
 if TYPE_CHECKING:
     from pagefold.kv import KVCore
+    from pagefold.scheduler.policy import SchedulingPolicy
     from pagefold.scheduler.queues import Queues
     from pagefold.scheduler.relief import Relief
     from pagefold.scheduler.step_in_flight import StepInFlight
@@ -25,17 +26,26 @@ class Admission:
         queues: who waits, and who runs.
         streamer: knows who must stream.
         relief: finds memory.
+        policy: is told who was let in.
         max_num_seqs: sequences running at once.
         emit: where events go.
     """
 
     def __init__(  # noqa: PLR0913, PLR0917 - the parts that it holds together
-        self, core: KVCore, queues: Queues, streamer: Streamer, relief: Relief, max_num_seqs: int, emit: Emit
+        self,
+        core: KVCore,
+        queues: Queues,
+        streamer: Streamer,
+        relief: Relief,
+        policy: SchedulingPolicy,
+        max_num_seqs: int,
+        emit: Emit,
     ) -> None:
         self._core = core
         self._queues = queues
         self._streamer = streamer
         self._relief = relief
+        self._policy = policy
         self._max_num_seqs = max_num_seqs
         self._emit = emit
 
@@ -93,4 +103,5 @@ class Admission:
         if request.times.scheduled_s is None:
             request.times.scheduled_s = now
         self._queues.running.append(request)
+        self._policy.admitted(request)
         return None

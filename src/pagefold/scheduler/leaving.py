@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from pagefold.beams import BeamGroup
     from pagefold.kv import KVCore, SequenceCache
     from pagefold.request import WarmUp
+    from pagefold.scheduler.policy import SchedulingPolicy
     from pagefold.scheduler.queues import Queues
     from pagefold.scheduler.step_in_flight import StepInFlight
     from pagefold.scheduler.streamer import Streamer
@@ -27,13 +28,15 @@ class Leaving:
         core: has their blocks.
         queues: where those go that wait again.
         streamer: keeps what a request that streams has.
+        policy: is told who has left, and who has ended.
         emit: where events go.
     """
 
-    def __init__(self, core: KVCore, queues: Queues, streamer: Streamer, emit: Emit) -> None:
+    def __init__(self, core: KVCore, queues: Queues, streamer: Streamer, policy: SchedulingPolicy, emit: Emit) -> None:
         self._core = core
         self._queues = queues
         self._streamer = streamer
+        self._policy = policy
         self._emit = emit
 
     def wait_again(self, request: Request, *, is_preempted: bool = False) -> None:
@@ -50,6 +53,7 @@ class Leaving:
         request.drafts = ()
         progress = request.num_computed_tokens / request.stop.max_total_tokens
         self.let_go(request, min(progress, 1.0))
+        self._leave(request)
         request.num_computed_tokens = 0
         request.to(RequestStatus.PREEMPTED if request.num_preemptions else RequestStatus.WAITING)
         self._queues.wait(request)
@@ -64,9 +68,11 @@ class Leaving:
                 self._core.uses.hint(request.cache, repeat(True))  # noqa: FBT003 - of every block
             self.let_go(request)
         self._queues.forget(request)
+        self._leave(request)
         for sample in (request, *request.forks):
             sample.finish_reason = reason
             sample.to(RequestStatus.FINISHED)
+            self._policy.ended(sample)
             self._emit(
                 RequestFinished(
                     sample.request_id, reason, sample.num_prompt_tokens, sample.num_output_tokens, sample.sample_index
@@ -106,6 +112,11 @@ class Leaving:
         use.is_told = use.is_told or cache.has_path
         self._core.release(cache)
         request.cache = None
+
+    def _leave(self, request: Request) -> None:
+        """Let a request and those that were to fork from it have no place any more."""
+        for sample in (request, *request.forks):
+            self._policy.left(sample)
 
     def _gather(self, group: BeamGroup[Request]) -> Request:
         """Let all beams but the first go, and that one be the request again that it was before it forked."""

@@ -10,7 +10,8 @@ these are short, memory is given for a request that
 - *waits* by pins, if that is enough;
 - *waits to stream* by those that stream, and then by pins, if that is enough.
 
-So who runs gets on, whatever that costs; for who waits nobody is preempted, and no pin goes in vain. Those that stream
+So who runs gets on, whatever that costs; for who waits nobody is preempted, unless tenants have shares
+(``making_way.py``), and no pin goes in vain. Those that stream
 give to one that will, since each of them needs room for a step only. To one that is to be held whole they give nothing
 before it runs: it is let in if all its tokens fit beside what they have and will take, which is a share of the device.
 Room in the arena helps none but who streams: it is where blocks are cold.
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pagefold.events import Emit, RequestPreempted
+from pagefold.events import Emit, PreemptionCause, RequestPreempted
 
 if TYPE_CHECKING:
     from pagefold.kv import Block, KVCore, PrefixHit
@@ -77,7 +78,7 @@ class Relief:
             if step.is_ahead:
                 return False
             victim = self._queues.take_last().leader
-            self._preempt(victim, request)
+            self.preempt(victim, request, "memory")
             if victim is request.leader:
                 return False
         return True
@@ -89,14 +90,9 @@ class Relief:
         only preempts others. Samples that will fork need a block each, for a copy of the tail or the next one. A
         request that runs alone does not wait for these: its samples can run one after another.
         """
-        begun = hit.num_blocks * self._core.block_size + hit.num_partial_tokens
-        needed = max(self._needs.whole(request), self._needs.to_begin(request, begun))
         running = self._queues.with_blocks
         num_groups = self._core.num_groups
-        if running:
-            needed += self._watermark_blocks + len(request.forks) * num_groups
-            if request.beams is not None:  # they begin again, and would have to go again
-                needed += max(0, request.beams.num_held - self._needs.whole(request))
+        needed = self._to_admit(request, hit, running)
         blocks = self._core.rules.of(hit.mask).blocks_of(hit)
         if not self._core.pool.num_pinned and self._num_missing(needed, blocks) > 0:
             return None  # mostly so where many run: it does not fit, however little these will take yet
@@ -122,14 +118,46 @@ class Relief:
             return False
         return self._core.blocks.make_free(needed, asked_by=request.request_id)
 
-    def _preempt(self, victim: Request, beneficiary: Request) -> None:
-        """Take a running request's blocks; what is published stays cached and spares work if it is still there."""
+    def _to_admit(self, request: Request, hit: PrefixHit, running: list[Request]) -> int:
+        """Return how many blocks ``request`` and what begins with it take, beside those that run if any do."""
+        begun = hit.num_blocks * self._core.block_size + hit.num_partial_tokens
+        needed = max(self._needs.whole(request), self._needs.to_begin(request, begun))
+        if running:
+            needed += self._watermark_blocks + len(request.forks) * self._core.num_groups
+            if request.beams is not None:  # they begin again, and would have to go again
+                needed += max(0, request.beams.num_held - self._needs.whole(request))
+        return needed
+
+    def num_missing(self, request: Request) -> int:
+        """Return about how many blocks ``request``, which waits, lacks to be let in; negative where there are more.
+
+        Pins count as given up. It changes nothing; :meth:`room_for_all` knows it to the block.
+        """
+        hit = self._core.match(request.namespace, request.packed(), request.max_hit_tokens, mask=request.mask)
+        blocks = self._core.rules.of(hit.mask).blocks_of(hit)
+        running = self._queues.with_blocks
+        needed = self._to_admit(request, hit, running) - self._num_kept_beside(blocks)
+        growing = [one for one in running if one.cache is not None and one.num_tokens > one.cache.capacity]
+        needed += sum(self._needs.growth(one) for one in growing)
+        needed += sum(len(one.forks) for one in running) * self._core.num_groups
+        return self._num_missing(needed, blocks)
+
+    def preempt(self, victim: Request, beneficiary: Request, cause: PreemptionCause) -> None:
+        """Take a running request's blocks; what is published stays cached and spares work if it is still there.
+
+        It stands in no queue.
+        """
         usage = self._core.usage
         num_computed = victim.num_computed_tokens
         self._leaving.wait_again(victim, is_preempted=True)
         self._emit(
             RequestPreempted(
-                victim.request_id, num_computed, usage, self._core.usage, cause_request_id=beneficiary.request_id
+                victim.request_id,
+                num_computed,
+                usage,
+                self._core.usage,
+                cause_request_id=beneficiary.request_id,
+                cause=cause,
             )
         )
 

@@ -50,6 +50,8 @@ class RowPlanner:
         those that decode. So do drafts. What is left admits. What a row with drafts fills is published when it is known
         which of them count.
 
+        Where tokens are reserved for the head of the queue, prompts of those behind it in order leave them.
+
         A step that is planned ahead ends where nobody may be preempted: it has fewer rows than requests run then.
         """
         plan, queues = step.plan, self._queues
@@ -60,6 +62,7 @@ class RowPlanner:
         add_row, add_sampling, add_sample = plan.sampling_rows.append, plan.sampling.append, step.samples.append
         add_seed, add_draw = plan.seeds.append, plan.draws.append
         budget = self._max_num_batched_tokens
+        num_reserved, reserved_for = step.num_reserved, step.reserved_for
         row = 0
         while True:
             if row == len(running):  # all that ran before have theirs
@@ -69,6 +72,7 @@ class RowPlanner:
                 if step.waits_for is not None:
                     return
                 step.num_admitted += 1
+                num_reserved = 0
             request = running[row]
             token_ids = request.token_ids
             start = request.num_computed_tokens
@@ -81,6 +85,8 @@ class RowPlanner:
                     return
                 continue
             if num_tokens > 1:
+                if num_reserved and request.order > reserved_for:
+                    num_tokens = max(1, min(num_tokens, budget - num_reserved - (len(running) - row - 1)))
                 num_tokens = self._core.lodgers.limit(cache, start, num_tokens, len(token_ids))
             end = start + num_tokens
             needs_blocks = end > cache.capacity or cache.may_share_tail

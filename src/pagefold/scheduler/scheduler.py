@@ -45,6 +45,7 @@ from pagefold.scheduler.failed_steps import FailedSteps
 from pagefold.scheduler.flight import Flight
 from pagefold.scheduler.leaving import Leaving
 from pagefold.scheduler.look_ahead import LookAhead
+from pagefold.scheduler.making_way import NO_MAKING_WAY, MakingWay
 from pagefold.scheduler.needs import Needs
 from pagefold.scheduler.policy import FirstComeFirstServed
 from pagefold.scheduler.queues import Queues
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
     from collections import deque
 
     from pagefold.kv import KVCore
+    from pagefold.scheduler.making_way import AnyMakingWay
     from pagefold.scheduler.policy import SchedulingPolicy
 
 __all__ = ["Scheduler", "SchedulerLimits"]
@@ -120,11 +122,14 @@ class Scheduler:
         self._queues = queues = Queues()
         needs = Needs(core, limits.max_num_batched_tokens)
         streamer = Streamer(core, needs)
-        self._leaving = Leaving(core, queues, streamer, emit)
+        self._leaving = Leaving(core, queues, streamer, self.policy, emit)
         relief = Relief(core, queues, needs, streamer, self._leaving, emit)
-        admission = Admission(core, queues, streamer, relief, limits.max_num_seqs, emit)
+        admission = Admission(core, queues, streamer, relief, self.policy, limits.max_num_seqs, emit)
+        self._making_way: AnyMakingWay = NO_MAKING_WAY
+        if self.policy.shares is not None:
+            self._making_way = MakingWay(core, queues, self.policy.shares, relief, limits.max_num_seqs)
         self._rows = RowPlanner(core, queues, relief, admission, limits.max_num_batched_tokens)
-        self._look_ahead = LookAhead(core, queues, self._rows)
+        self._look_ahead = LookAhead(core, queues, self._rows, self._making_way)
         self._beams = Beams(core, queues, self._leaving)
         self._failed_steps = FailedSteps(core, queues, self._leaving, self.suspicion, emit)
 
@@ -171,7 +176,9 @@ class Scheduler:
             sample.times.num_ahead = num_ahead
             sample.index = self._num_arrived
             self._num_arrived += 1
-            sample.order = self.policy.key(sample)
+        tag = self.policy.key(request)[0]
+        for sample in (request, *request.forks):
+            sample.order = (tag, sample.index)
         self._queues.enter(request)
         self._queues.wait(request)
         tell_added(self._emit, request)
@@ -360,6 +367,8 @@ class Scheduler:
                 self._rows.plan(step)
                 queues.unchoose(others)
         if not step.requests:
+            if not self.suspicion.is_on:
+                self._making_way.make(step)
             self._rows.plan(step)
 
     def _planned(self, step: StepInFlight) -> StepPlan:

@@ -45,6 +45,8 @@ class StepInFlight:
         num_leaving: of those that the step before was planned for, so many have nothing left to compute behind it.
         num_admitted: the last so many of ``requests`` were admitted in this step.
         num_prefill_tokens, num_recomputed_tokens: of prompts, and of what had been computed before.
+        num_reserved: tokens that are left for the head of the queue by those that run and are behind it in order.
+        reserved_for: its order.
         waits_for: what those wait for whom it has not let in; None where nobody does.
     """
 
@@ -59,9 +61,11 @@ class StepInFlight:
         "num_leaving",
         "num_prefill_tokens",
         "num_recomputed_tokens",
+        "num_reserved",
         "plan",
         "promises",
         "requests",
+        "reserved_for",
         "samples",
         "waits_for",
     )
@@ -81,6 +85,8 @@ class StepInFlight:
         self.num_admitted = 0
         self.num_prefill_tokens = 0
         self.num_recomputed_tokens = 0
+        self.num_reserved = 0
+        self.reserved_for = (0.0, -1)
         self.waits_for: WaitCause | None = None
 
     @property

@@ -18,6 +18,7 @@ from pagefold.errors import (
     PagefoldError,
     PinQuotaError,
     QueueFullError,
+    RateLimitError,
     RequestTimeoutError,
     StepFailedError,
     TierError,
@@ -114,6 +115,7 @@ _FORMS: dict[type[Exception], _Form] = {
     EngineStoppedError: _Form(503, "service_unavailable_error", "engine_unavailable"),
     PinQuotaError: _Form(409, "invalid_request_error", "pin_quota_exceeded"),
     QueueFullError: _Form(429, "rate_limit_error", "queue_full"),
+    RateLimitError: _Form(429, "rate_limit_error", "rate_limit_exceeded"),
     RequestTimeoutError: _Form(504, "timeout_error", "request_timeout"),
     TierError: _Form(502, "service_unavailable_error", "tier_failed"),
     StepFailedError: _Form(500, "server_error", "step_failed"),
@@ -224,7 +226,7 @@ def _text(text: str) -> str:
 
 
 async def _on_error(_request: Request, error: Exception) -> JSONResponse:
-    headers = {"Retry-After": str(error.retry_after_s)} if isinstance(error, QueueFullError) else None
+    headers = {"Retry-After": str(error.retry_after_s)} if isinstance(error, QueueFullError | RateLimitError) else None
     return JSONResponse(error_body(error), _form(error).status, headers)
 
 
