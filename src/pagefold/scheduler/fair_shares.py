@@ -31,6 +31,9 @@ __all__ = ["OUTPUT_WEIGHT", "FairShares", "TenantShare"]
 OUTPUT_WEIGHT = 2
 """What an output token costs, in tokens of a prompt: as in the paper's experiments."""
 
+_AHEAD = 1.0
+"""Who comes anew is put so many tokens before virtual time: rounding must not put it behind those that run."""
+
 _NUM_REMEMBERED = 32
 """A tenant's mean is over about so many of its last outputs."""
 
@@ -124,7 +127,7 @@ class FairShares:
         if tenant is None:
             tenant = self.tenants[request.tenant] = TenantShare()
         tenant.weight = request.weight
-        start = max(nextafter(self._virtual, -inf), tenant.finish, tenant.last_start)
+        start = max(self._virtual - _AHEAD, tenant.finish, tenant.last_start)
         output = tenant.expected_output(request.stop.max_total_tokens - request.num_prompt_tokens)
         cost = request.num_prompt_tokens + OUTPUT_WEIGHT * output * request.num_seqs
         tenant.last_start = start

@@ -167,13 +167,15 @@ class MakingWay:
         return True
 
     def _last_of(self, tenant: str, victims: list[Request]) -> Request | None:
-        """Return the last of a tenant's running requests that may go yet."""
-        for request in reversed(self._queues.running):
+        """Return the last of a tenant's running requests that may go yet; the first of all in order never does."""
+        running = self._queues.running
+        first = running[0].leader
+        for request in reversed(running):
             self.num_looked_at += 1
             if request.tenant != tenant:
                 continue
             leader = request.leader
-            if leader not in victims and self._shares.num_made_way(leader) < MOST_WAYS_MADE:
+            if leader is not first and leader not in victims and self._shares.num_made_way(leader) < MOST_WAYS_MADE:
                 return leader
         return None
 
