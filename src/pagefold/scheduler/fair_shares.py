@@ -180,7 +180,7 @@ class FairShares:
             self._advance(tenant)
         else:
             tenant.num_waiting -= 1
-        tenant.finish = max(tenant.finish + difference, self._virtual)
+        tenant.finish = max(tenant.finish + difference, min(tenant.finish, self._virtual))
         if request.finish_reason in ("stop", "length"):
             tenant.learn(request.num_output_tokens)
         self._num_made_way.pop(request, None)
