@@ -59,7 +59,7 @@ def test_a_quiet_tenant_does_not_wait_for_a_burst(server):
     ended: list[str] = []
 
     def ask(tenant: str, index: int) -> None:
-        sent = body(seed=index, max_tokens=40, cache_salt=f"{tenant} {index}")
+        sent = body(seed=index, max_tokens=12, cache_salt=f"{tenant} {index}")
         response = server.http.post("/v1/completions", json=sent, headers=key_of(tenant))
         assert response.status_code == 200, response.text
         ended.append(tenant)
