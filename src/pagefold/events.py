@@ -34,7 +34,9 @@ __all__ = [
     "HostTransfer",
     "NextTokens",
     "OutputFinished",
+    "OutputForecastChecked",
     "PathForgotten",
+    "PathSuperseded",
     "PathsDistrusted",
     "PinCause",
     "PinDropped",
@@ -42,15 +44,19 @@ __all__ = [
     "PrefixLookup",
     "PrefixMissed",
     "PromptFinished",
+    "RefusalReason",
     "RequestAdded",
     "RequestCorrupted",
     "RequestCut",
     "RequestFinished",
     "RequestPreempted",
+    "RequestRefused",
     "RequestStreamed",
+    "SessionClosed",
     "StepAbandoned",
     "StepApplied",
     "StepPlanned",
+    "SupersedeCause",
     "TierMissCause",
     "TierRead",
     "TierWritten",
@@ -62,8 +68,14 @@ __all__ = [
 
 EvictionCause: TypeAlias = Literal["allocation", "reset", "corrupted"]
 
-EvictionRule: TypeAlias = Literal["policy", "stale", "cut", "landmark", "firm_landmark", "idle", "packed"]
-"""By which rule of ``kv/block_cache.py`` a block was next: the eviction policy named it, or its place alone did."""
+EvictionRule: TypeAlias = Literal[
+    "policy", "stale", "cut", "landmark", "firm_landmark", "idle", "packed", "superseded", "session"
+]
+"""By which rule of ``kv/block_cache.py`` a block was next: the eviction policy named it, its session did, or its place
+alone did."""
+
+
+SupersedeCause: TypeAlias = Literal["edited", "ended"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,7 +300,8 @@ class RequestAdded:
         namespace: of its blocks.
         arrival_s, deadline_s, priority: as in ``Request``.
         has_prompt_logprobs: whether all of the prompt is computed, though the cache may hold some of it.
-        returns: whether a request that goes on from it is expected.
+        returns_in_s: in so many seconds from its end a request that goes on from it is expected; None for unknown.
+        session: digests of its tenant, its session, and the parent of that (empty for none); None for no session.
         pin: if it only warms the cache and pins what it computed: (seconds until the pin expires, priority).
         message_ends: positions behind the messages of its prompt.
         has_stop_strings: whether a text may end it.
@@ -305,13 +318,66 @@ class RequestAdded:
     deadline_s: float | None
     priority: int
     has_prompt_logprobs: bool
-    returns: bool
+    returns_in_s: float | None
     pin: tuple[float | None, float] | None
     message_ends: Sequence[int] = ()
     has_stop_strings: bool = False
     has_beams: bool = False
     tenant: str = ""
     weight: float = 1.0
+    session: tuple[bytes, bytes, bytes] | None = None
+
+
+RefusalReason: TypeAlias = Literal["ttft_target"]
+"""Why a request was refused though it could be served: it would wait longer than the target of the first token."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRefused:
+    """A request was not queued, so that those that are here are served in time. Those that come with it are none more.
+
+    Attributes:
+        expected_s: what was expected of it, in seconds.
+        threshold_s: what that must not pass.
+    """
+
+    request_id: str
+    reason: RefusalReason
+    expected_s: float
+    threshold_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class PathSuperseded:
+    """Blocks have lost their value: their session has edited them away, or has ended. They are evicted first.
+
+    Attributes:
+        num_blocks: how many.
+        cause: ``edited`` when a prompt no longer contained them, ``ended`` when their session had, or its parent's.
+        nodes: that hold them, the last first. As of :class:`BlockEvicted`.
+    """
+
+    num_blocks: int
+    cause: SupersedeCause
+    nodes: tuple[Node, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SessionClosed:
+    """A session was ended by its client, and those of its sub-agents with it.
+
+    Attributes:
+        tenant, session: digests of whose it was, and of its name.
+        num_sessions: how many ended.
+        num_blocks: blocks that lost their value by it.
+        num_running: requests of theirs that go on.
+    """
+
+    tenant: bytes
+    session: bytes
+    num_sessions: int
+    num_blocks: int
+    num_running: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -553,9 +619,30 @@ class PromptFinished:
     num_longest_tokens: int
 
 
-WaitCause: TypeAlias = Literal["seats", "memory", "tokens", "apart"]
-"""What the head of the queue waits for, and with it all behind: one of the places (``max_num_seqs``), blocks, tokens of
-a step's budget, or that those run apart whom a failed step left under suspicion."""
+@dataclass(frozen=True, slots=True)
+class OutputForecastChecked:
+    """A request has ended for which, when it came, an interval was stated that should hold 8 of 10 outputs.
+
+    Attributes:
+        least_tokens, most_tokens: the interval.
+        num_output_tokens: what the output was.
+    """
+
+    request_id: str
+    least_tokens: int
+    most_tokens: int
+    num_output_tokens: int
+
+    @property
+    def is_within(self) -> bool:
+        """Whether the interval held it."""
+        return self.least_tokens <= self.num_output_tokens <= self.most_tokens
+
+
+WaitCause: TypeAlias = Literal["seats", "memory", "growth", "prefills", "tokens", "apart"]
+"""What who is next waits for, and with it all behind: one of the places (``max_num_seqs``), blocks, blocks that are
+promised to the growth of those that run, a place among prompts that are partly computed, tokens of a step's budget, or
+that those run apart whom a failed step left under suspicion."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -569,6 +656,7 @@ class StepPlanned:
         num_read: tokens of KV that it reads: those before, and those that it computes.
         drafts: of each request that has drafts in it, its id and how many.
         waits_for: what those wait for whom it has not let in; None where nobody does.
+        prefill_cap_tokens: how many tokens of prompts it might compute, by the guardrails; None for any number.
     """
 
     step_id: int
@@ -578,6 +666,7 @@ class StepPlanned:
     num_read: int
     drafts: tuple[tuple[str, int], ...] = ()
     waits_for: WaitCause | None = None
+    prefill_cap_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -644,6 +733,7 @@ Event: TypeAlias = (
     | EvictionPolicySwitched
     | HostTransfer
     | PathForgotten
+    | PathSuperseded
     | PathsDistrusted
     | TierRead
     | TierWritten
@@ -653,14 +743,17 @@ Event: TypeAlias = (
     | RequestCorrupted
     | RequestCut
     | StepPlanned
+    | SessionClosed
     | PrefixLookup
     | PrefixMissed
     | RequestPreempted
+    | RequestRefused
     | RequestStreamed
     | RequestFinished
     | FirstToken
     | NextTokens
     | OutputFinished
+    | OutputForecastChecked
     | PromptFinished
     | StepApplied
     | ChunksPacked

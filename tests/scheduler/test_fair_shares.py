@@ -109,11 +109,13 @@ def test_one_request_split_into_many_costs_as_much():
     whole, parts = FairShares(), FairShares()
     one = new_request("one", range(80), 20, tenant="a")
     one.index = 0
-    whole.key(one)
+    one.order = whole.key(one)
+    whole.arrived(one)
     for index in range(10):
         part = new_request(f"part{index}", range(8), 2, tenant="a")
         part.index = index
-        parts.key(part)
+        part.order = parts.key(part)
+        parts.arrived(part)
     assert whole.tenants["a"].finish == pytest.approx(parts.tenants["a"].finish)
 
 

@@ -2,7 +2,8 @@
 
 Held after every operation, for every policy, with tiny pools, small chunks and few seats:
 
-* ``audit`` passes; ``waiting`` is in the policy's order; first come first served, ``running`` came before ``waiting``;
+* ``audit`` passes; ``waiting`` is in the policy's order; first come first served, ``running`` came before ``waiting``,
+  but for those that were preempted;
 * a plan's columns are consistent: the budget is kept, every running request has a row of at least one token or was
   preempted, no position is computed twice or skipped, seeds and draws are those of the row's request;
 * each row finds in its blocks exactly its own history, and what it writes is still there when all rows have written.
@@ -11,8 +12,11 @@ Held after every operation, for every policy, with tiny pools, small chunks and 
   samples is sampled once for each when it is computed, and then they are requests like all others;
 * what pins keep is read back; nobody is preempted while pins alone keep a block, a pin is given up only for somebody
   who then gets on, and nobody waits for memory that pins keep;
-* the oldest request is never preempted; admission waits only for budget, seats or memory; every request ends within as
-  many steps as there are tokens.
+* who is preempted has no row, comes behind its beneficiary, and is whom a slow twin of ``victims.py`` would choose; the
+  oldest request never is; who comes back has room for a while; admission waits only for budget, seats or memory; while
+  there is work each step computes tokens; every request ends within as many steps as there are tokens;
+* where growth is expected, a slow twin agrees that there is no room beside it, and that what is promised is what all
+  lack of their ends; where prompts have places, none begins beside too many, and no row has more of one than it may.
 
 * where blocks are sealed, each row finds in its residual what its sequence has of its last block, and begins a block or
   ends in the one that it begins in; who loses a residual by a failed step begins the block again;
@@ -21,6 +25,8 @@ Held after every operation, for every policy, with tiny pools, small chunks and 
 * whose logits are no numbers ends, gets no token, and nothing is found that begins as it does; others go on;
 * who has drafts, right ones, wrong ones, or right ones and then wrong ones, generates what it does without, has just
   what was accepted behind each step, and publishes no more than that; drafts that are not finite end nobody;
+* with guardrails, whatever their clock says, prompts get no more of a step than the cap and a token each, and every
+  step gets on all the same; whoever is refused leaves nothing behind;
 * a step that is planned behind one in flight leaves every request as it was, has the positions that follow, and says
   of each token that is not known yet whose it is; when it is not planned, there is a reason.
 
@@ -41,9 +47,19 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from slow_growth import all_at_their_ends, has_room
 from until_seen import IN_FULL, until_seen
 
-from pagefold.events import DraftsVerified, Event, PinDropped, PrefixLookup, RequestPreempted, StepApplied
+from pagefold.events import (
+    BlockEvicted,
+    DraftsVerified,
+    Event,
+    PinDropped,
+    PrefixLookup,
+    RequestPreempted,
+    StepApplied,
+    StepPlanned,
+)
 from pagefold.kv import (
     KEEP_ALL,
     NO_HOST,
@@ -59,10 +75,11 @@ from pagefold.kv import (
     audit,
     make_policy,
 )
-from pagefold.request import Request, RequestStatus, StopRule, WarmUp
+from pagefold.request import Request, RequestStatus, SessionRef, StopRule, WarmUp, session_ref
 from pagefold.sampling import SamplingParams
-from pagefold.scheduler import SCHEDULING_POLICIES, Scheduler, SchedulerLimits
+from pagefold.scheduler import SCHEDULING_POLICIES, Guardrails, PrefillLimits, Scheduler, SchedulerLimits, Targets
 from pagefold.scheduler.making_way import MOST_WAYS_MADE
+from pagefold.scheduler.prefill_limits import NO_PREFILL_LIMITS
 from pagefold.scheduler.suspicion import MAX_FAILED_IN_A_ROW
 from pagefold.sim.shadow_runner import VOCAB_SIZE, ShadowRunner, alone, cells_of
 
@@ -103,6 +120,12 @@ GROUPS = (
 )
 
 
+EXPECTING = ("predicted", "max_tokens")
+"""Rules of admission that expect growth."""
+
+PREFILLS = (NO_PREFILL_LIMITS, PrefillLimits(max_num_partial=1), PrefillLimits(2, 1, 5))
+
+
 @dataclass(frozen=True)
 class Setup:
     """A pool and the limits of a step."""
@@ -121,11 +144,17 @@ class Setup:
     rules: tuple[KeepRule, ...] = (KEEP_ALL,)
     """Of the cache groups."""
     num_host_blocks: int = 0
+    sessions: bool = False
+    """Requests are of sessions: they go on, edit, call others and end; and no output is another for it."""
     """Of the host tier; 0 for none."""
     drafts: bool = False
     """Some of those that run have drafts, right and wrong ones."""
     has_culprits: bool = False
     """Steps fail because of who is in them, and never otherwise."""
+    admission: str = "prompt"
+    prefills: PrefillLimits = NO_PREFILL_LIMITS
+    guarded: bool = False
+    """There are targets, and steps take any time."""
 
 
 @dataclass
@@ -185,9 +214,21 @@ class Machine:
             residuals=Residuals(setup.max_num_seqs, BLOCK_SIZE) if setup.seals else NO_RESIDUALS,
             emit=self._on_event,
         )
-        limits = SchedulerLimits(setup.max_num_seqs, setup.max_num_batched_tokens)
+        limits = SchedulerLimits(setup.max_num_seqs, setup.max_num_batched_tokens, setup.prefills)
         scheduling = SCHEDULING_POLICIES[setup.scheduling](2.5)
-        self.scheduler = Scheduler(self.core, limits, policy=scheduling, emit=self._on_event)
+        targets = Targets(ttft_s=3.0, itl_s=0.5) if setup.guarded else Targets()
+        self.guardrails = Guardrails.of(
+            targets, max_num_batched_tokens=setup.max_num_batched_tokens, block_size=BLOCK_SIZE
+        )
+        self.scheduler = Scheduler(
+            self.core,
+            limits,
+            policy=scheduling,
+            admission=setup.admission,
+            guardrails=self.guardrails,
+            emit=self._on_event,
+        )
+        self.landed_s = 0.0
         self.runner = ShadowRunner(self.scheduler)
         self.whole = self.runner.whole_group
         num_new = setup.max_num_batched_tokens
@@ -214,10 +255,13 @@ class Machine:
         self.looked_up: set[str] = set()
         self.extended: set[str] = set()  # have been given blocks for a step that did not come to pass
         self.num_added = 0
+        self.last_of: dict[int, Request] = {}  # of each session
         self.events: list[Event] = []
         self.now = 0.0
         self.computed_at_failure: dict[str, int] = {}  # tokens of who ran when the last step failed
         self.num_made_way: Counter[str] = Counter()
+        self.chosen: list[tuple[Request, Request]] = []  # of this schedule(): who was preempted, and for whom
+        self.scheduler._rows._relief._victims.choose = self._choose
         self.failed_extends: list[int] = []  # of this schedule(): how many blocks pins alone kept each time
         self.core.extend = self._extend
         self.seen: Counter[str] = Counter()
@@ -241,6 +285,10 @@ class Machine:
         if which % 5 == 0:
             warm_up = WarmUp(pin=True, ttl_s=1.0 + num_new % 30 if num_new % 3 else None, retention_priority=own % 7)
             max_total = min(max_total, len(tokens) + 1)
+        session, returns_in_s = None, None
+        if self.setup.sessions and warm_up is None and own // 64 % 4:
+            tokens, session, returns_in_s = self._of_session(tokens, own // 256, num_new)
+            max_total = max(max_total, len(tokens) + 1)
         request_id = f"r{self.num_added}"
         self.num_added += 1
         num_samples = 1 + num_new // 50 % min(4, self.setup.max_num_seqs) if own // 16 % 3 == 0 else 1
@@ -264,17 +312,46 @@ class Machine:
                 mask=mask,
                 tenant=tenant,
                 weight=WEIGHTS[tenant],
+                session=session,
+                returns_in_s=returns_in_s,
             )
             for index in range(num_samples)
         ]
+        request, *request.forks = samples
+        if self.setup.guarded and self.scheduler.judge(request) is not None:
+            self._saw("refused")
+            assert self.scheduler.has_requests, "a server with nothing to do refuses nobody"
+            assert self.scheduler.get(request_id) is None
+            return
         if self.setup.has_culprits and 0 < own % 9 < 7:
             (self.culprits if own % 9 < 3 else self.odd).add(samples[num_new % num_samples].request_id)
         for sample in samples:
             self.requests[sample.request_id] = sample
             self.expected[sample.request_id] = alone(sample)
-        request, *request.forks = samples
+        if session is not None:
+            self.last_of[own // 256 % 6] = request
         self.scheduler.add(request)
         self._saw("added during a step", bool(self.flights))
+
+    def _of_session(self, tokens: list[int], which: int, how: int) -> tuple[list[int], SessionRef, float | None]:
+        """Return the prompt of a request of one of six sessions; three are of agents that the others have called."""
+        number = which % 6
+        before = self.last_of.get(number if how % 5 else number - 3)
+        if before is not None and how % 3:
+            self._saw("a session goes on")
+            num_kept = len(before.token_ids) if how % 4 else which // 6 % (len(before.token_ids) + 1)  # or it is edited
+            said = before.token_ids[:num_kept].tolist() + tokens[: 1 + how % 3]
+            tokens = said[: self.max_total_tokens - 2] or tokens
+        ref = session_ref("", f"s{number}", f"s{number - 3}" if number >= 3 else "")
+        return tokens, ref, (None, 0.0, 3.0)[how % 3]
+
+    def end_session(self, which: int) -> None:
+        """A client ends a session; some were never begun."""
+        ref = session_ref("", f"s{which % 7}")
+        ended = self.scheduler.end_session(ref)
+        self._saw("a session ended", ended is not None)
+        self._saw("a session ended while a request of it runs", ended is not None and ended.num_running > 0)
+        assert self.scheduler.end_session(ref) is None, "ended twice"
 
     def schedule(self) -> None:
         """Plan a step, and look at all of it."""
@@ -282,6 +359,7 @@ class Machine:
             return
         before = sorted(self.scheduler.running, key=lambda request: request.order)
         waited = list(self.scheduler.waiting)
+        self.chosen.clear()
         self.events.clear()
         self.failed_extends.clear()
         self._give_drafts()
@@ -357,7 +435,7 @@ class Machine:
         else:
             self._apply(self.flights.pop(0))
 
-    def _apply(self, flight: Flight) -> None:  # noqa: PLR0915 - all that must come of a step
+    def _apply(self, flight: Flight) -> None:  # noqa: PLR0915 - all that must come of a step  # noqa: C901 - every kind of step
         plan, requests = flight.plan, flight.requests
         aborted = {request.request_id for request in flight.samples if request.is_aborted}
         result = self.runner.run(flight.launched)
@@ -391,7 +469,7 @@ class Machine:
         caches = [list(block_ids) for block_ids in self._whole_of(plan)]
         num_recomputed = self._num_recomputed(plan, requests)
         self.events.clear()
-        got = self.scheduler.apply(result)
+        got = self.scheduler.apply(result, self._landed(plan))
         self._saw("joined at commit", any(a != b for a, b in zip(caches, self._whole_of(plan), strict=True) if b))
         got_any = [one for one in flight.samples if one.request_id not in aborted and one not in spoiled]
         assert got == list(dict.fromkeys(got_any))
@@ -645,14 +723,18 @@ class Machine:
 
     # Checks.
 
-    def check(self) -> None:  # noqa: C901 - a list of what holds
+    def check(self) -> None:  # noqa: C901, PLR0912 - a list of what holds
         """Check all that holds between operations."""
         scheduler, core = self.scheduler, self.core
         audit(core)
         waiting = [request.order for request in scheduler.waiting]
         assert waiting == sorted(waiting), "not in the policy's order"
-        if self.setup.scheduling == "fcfs":
-            everybody = [request.index for request in (*scheduler.running, *scheduler.waiting)]
+        if self.setup.scheduling == "lpm" or self.setup.prefills.max_long_partial is not None:
+            self._saw(
+                "overtakes", any(one.index > other.index for one in scheduler.running for other in scheduler.waiting)
+            )
+        elif self.setup.scheduling == "fcfs":
+            everybody = [one.index for one in (*scheduler.running, *scheduler.waiting) if not one.num_preemptions]
             is_in_order = everybody == sorted(everybody)
             self.is_out_of_order = not is_in_order and (self.is_out_of_order or scheduler.suspicion.is_on)
             assert is_in_order or self.is_out_of_order, "not in order of arrival"
@@ -689,6 +771,7 @@ class Machine:
                 self._check_published(request)
                 self._check_cells(request, waits_for)
         self._check_pins()
+        self._check_promised()
         for block_id in self._meaningless(core.pool.free_ids):
             self.runner.poison(block_id)
         for host_id in core.host.blocks.free_ids():
@@ -730,14 +813,12 @@ class Machine:
         after = {request.request_id for request in self.scheduler.running}
         preempted = [event.request_id for event in self.events if isinstance(event, RequestPreempted)]
         assert len(set(preempted)) == len(preempted)
-        planned = {request.request_id for request in self.scheduler.in_step}.difference(preempted)
         made_way = self._made_way()
-        preempted = preempted[len(made_way) :]
-        others = [request.request_id for request in reversed(before) if request.request_id not in made_way]
-        if self.scheduler.suspicion.is_on:
-            others = [request_id for request_id in others if request_id not in planned]
-        assert preempted == others[: len(preempted)], "not from the end"
-        preempted = made_way + preempted
+        assert preempted[len(made_way) :] == [victim.request_id for victim, _ in self.chosen]
+        for victim, beneficiary in self.chosen:
+            assert victim is beneficiary or victim.order > beneficiary.order, "for somebody behind it"
+            self._saw("not the last was preempted", victim.index < max(one.index for one in before))
+            self._saw("went itself", victim is beneficiary)
         for request in before:
             request_id = request.request_id
             if request_id in preempted:
@@ -778,23 +859,116 @@ class Machine:
 
     def _check_admission(self, plan: StepPlan) -> None:
         """Nobody waits who could run: admission ends for want of budget, seats or memory."""
-        scheduler, core = self.scheduler, self.core
+        scheduler = self.scheduler
         if scheduler.suspicion.is_on:
             return
+        (planned,) = [event for event in self.events if isinstance(event, StepPlanned)]
+        self._saw(f"waits for {planned.waits_for}", bool(scheduler.waiting))
         num_seats = self.setup.max_num_seqs - sum(request.num_seqs for request in scheduler.running)
-        if not scheduler.waiting or scheduler.waiting[0].num_seqs > num_seats:
+        candidates = list(scheduler.waiting) if self.setup.scheduling == "lpm" else [*scheduler.waiting][:1]
+        if any(request.num_seqs > num_seats for request in candidates) or not candidates:
+            return
+        if planned.waits_for == "prefills":
+            self._check_prefills(plan)
             return
         if len(plan.token_ids) == self.setup.max_num_batched_tokens or plan.copies:
             return
-        head = scheduler.waiting[0]
+        if self._num_prompt_tokens(plan) >= self.guardrails.pacing.prefill_cap_tokens:
+            self._saw("waits for the cap")
+            return
+        if planned.waits_for == "growth":
+            could_run = [has_room(scheduler, request, plan.step_id) for request in candidates]
+            assert not all(could_run) or not self._is_exact(), "there is room beside all growth"
+            return
+        assert not all(self._could_run(request) for request in candidates), f"{candidates} could run"
+
+    def _check_prefills(self, plan: StepPlan) -> None:
+        """There are as many partly computed prompts as may be."""
+        limits = self.setup.prefills
+        rows = zip(self.scheduler.in_step, plan.starts, plan.num_tokens, strict=True)
+        left = [one.num_tokens - start for one, start, num_tokens in rows if start + num_tokens < one.num_tokens]
+        num_long = sum(0 < limits.long_threshold < num_tokens for num_tokens in left)
+        is_full = limits.max_num_partial is not None and len(left) >= limits.max_num_partial
+        assert is_full or (limits.max_long_partial is not None and num_long >= limits.max_long_partial)
+
+    def _is_exact(self) -> bool:
+        """Whether what requests take can be told from their tokens: who has drafts, or gives blocks back, may vary."""
+        return not self.setup.drafts and not self.core.trims
+
+    def _check_promised(self) -> None:
+        """What is promised is what those that run lack of their ends."""
+        rule = self.scheduler.rule
+        if rule.name == "prompt":
+            return
+        assert rule._running.keys() == set(self.scheduler.running)
+        assert sum(lot.num_seqs for lot in rule._lots.values()) == len(self.scheduler.running)
+        if self._is_exact():
+            assert rule.num_promised == all_at_their_ends(self.scheduler)
+        for request in (*self.scheduler.running, *self.scheduler.waiting):
+            forecast = rule._forecasts[request]
+            assert request.num_prompt_tokens + forecast.most_tokens <= request.stop.max_total_tokens
+
+    def _could_run(self, head: Request) -> bool:
+        """Whether all tokens of one that waits fit beside those of all that run."""
+        scheduler, core = self.scheduler, self.core
         num_groups, num_new = len(self.setup.rules), self.setup.max_num_batched_tokens
-        needed = core.num_blocks_for(head.num_tokens + 1, num_new, is_expected=True) + len(head.forks) * num_groups
+        num_steps = self._num_reserved(head)
+        if num_steps is None:
+            self._saw("comes back when it is first")
+            return False
+        num_tokens = min(head.num_tokens + num_steps, max(head.num_tokens, head.stop.max_total_tokens)) + 1
+        needed = core.num_blocks_for(num_tokens, num_new, is_expected=True) + len(head.forks) * num_groups
         needed += int(self.setup.num_blocks * 0.01)
         for request in scheduler.running:
-            needed += core.num_blocks_for(request.num_tokens, num_new, request.cache, is_expected=True)
+            num_tokens = max(request.num_tokens, min(request.num_tokens + num_steps, request.stop.max_total_tokens))
+            needed += core.num_blocks_for(num_tokens, num_new, request.cache, is_expected=True)
             needed += len(request.forks) * num_groups
-        assert needed > core.num_available + core.pool.num_pinned, f"{head} could run"
-        self._saw("waits for memory")
+        return needed <= core.num_available + core.pool.num_pinned
+
+    def _num_reserved(self, head: Request) -> int | None:
+        """Return for how many steps there must be room beside what waits first; None where it waits for all of them."""
+        if not head.num_preemptions or head.order < min(one.order for one in self.scheduler.running):
+            return 0
+        self._saw("reserves")
+        return None if head.num_preemptions > 2 else head.num_preemptions * max(head.num_output_tokens, BLOCK_SIZE)
+
+    def _choose(self, beneficiary: Request, num_planned: int) -> Request:
+        """Choose a victim, as the scheduler does, beside a slow twin."""
+        choose, queues = type(self.scheduler._rows._relief._victims).choose, self.scheduler._queues
+        victim = choose(self.scheduler._rows._relief._victims, beneficiary, num_planned)
+        having = [*queues.running[num_planned:], *queues.set_aside]
+        behind = sorted((one for one in having if one.order > beneficiary.order), key=lambda one: one.order)
+        urgency = (lambda one: one.priority) if self.setup.scheduling == "priority" else (lambda one: 0)
+        least = [one for one in behind if urgency(one) == max(map(urgency, behind))]
+        fewest = [one for one in least if one.num_preemptions == min(each.num_preemptions for each in least)]
+        expected = beneficiary
+        if fewest:
+            is_spared = fewest[0].num_preemptions >= 2 > beneficiary.num_preemptions
+            if not (is_spared and num_planned and urgency(fewest[0]) <= urgency(beneficiary)):
+                losses = [(loss_of(self.core, one), -place) for place, one in enumerate(fewest)]
+                expected = fewest[-min(losses)[1]]
+                self._saw("loses least", expected is not fewest[-1])
+            else:
+                self._saw("spared")
+        assert victim is expected, f"{victim} is preempted, not {expected}"
+        self.chosen.append((victim, beneficiary))
+        return victim
+
+    def _landed(self, plan: StepPlan) -> float | None:
+        """Return when a step has run, for guardrails: mostly as slow as its tokens are many; and clocks jump."""
+        if not self.setup.guarded:
+            return None
+        self.landed_s += self.rng.choice((*[0.2 * len(plan.token_ids)] * 6, 0.0, 0.4, 1e9, -2.0))
+        return self.landed_s
+
+    def _num_prompt_tokens(self, plan: StepPlan) -> int:
+        """Return how many tokens of prompts a plan computes, or more."""
+        in_step = self.scheduler.in_step
+        return sum(
+            num_tokens
+            for request, start, num_tokens in zip(in_step, plan.starts, plan.num_tokens, strict=False)
+            if num_tokens > 1 or start < max(request.num_prompt_tokens, request.max_computed_tokens)
+        )
 
     def _check_given_up(self, flight: Flight) -> None:
         """Pins went for the sake of somebody who runs now, before anybody was preempted."""
@@ -856,6 +1030,9 @@ class Machine:
         block_size = BLOCK_SIZE
         assert plan.num_rows == len(flight.requests) == len(plan.num_tokens) == len(plan.tables)
         assert sum(plan.num_tokens) == len(plan.token_ids) <= self.setup.max_num_batched_tokens
+        cap = self.guardrails.pacing.prefill_cap_tokens
+        assert max(plan.num_tokens, default=0) <= max(1, cap) or plan.drafted
+        self._saw("a cap below a step", cap < self.setup.max_num_batched_tokens)
         late: list[tuple[int, int]] = []
         sampling: list[tuple[int, int, int]] = []
         written: set[tuple[int, int]] = set()
@@ -892,6 +1069,7 @@ class Machine:
                 sampling += [(row, request.seed, num_outputs - back) for back in range(len(drafts), 0, -1)]
                 sampling += [(row, sample.seed, num_outputs) for sample in (request, *request.forks)]
             self._saw("chunk", start + num_tokens < num_known)
+            assert num_tokens <= (self.setup.prefills.long_threshold or num_tokens) or drafts
         ends = [start + num_tokens for start, num_tokens in zip(plan.starts, plan.num_tokens, strict=True)]
         num_slots = [len(block_ids) * block_size for block_ids in self._whole_of(plan)]
         wasted = sum(slots - end for slots, end in zip(num_slots, ends, strict=True))
@@ -925,7 +1103,7 @@ class Machine:
         assert not [event for event in self.events if isinstance(event, PrefixLookup)], "told before it ran"
         rows = {id(self._blocks_of(request)): request for request in self.scheduler.running}
         requests = [rows[id(block_ids)] for block_ids in self._whole_of(plan)]
-        admitted.sort(key=lambda request: request.order)
+        admitted.sort(key=requests.index)
         lookups = [self._lookup_of(request) for request in admitted]
         self.computed |= {lookup.request_id: lookup.num_hit_tokens for lookup in lookups}
         rows_then = zip(plan.starts, plan.tables, strict=True)  # of a row that begins, the runner asks whose it is
@@ -1043,6 +1221,10 @@ class Machine:
 
     def _on_event(self, event: Event) -> None:
         self.events.append(event)
+        if isinstance(event, BlockEvicted) and event.cause == "allocation":
+            self._saw("something superseded is evicted", event.rule == "superseded")
+            spared = None if event.rule == "superseded" else self.core.blocks.expectations.superseded()
+            assert spared is None, "evicted, while something superseded could go"
         if isinstance(event, RequestPreempted) and event.cause == "memory":
             assert not self.failed_extends[-1], "preempted, while pins alone keep a block"
 
@@ -1054,6 +1236,29 @@ class Machine:
 def _is_about(event: Event, request_id: str) -> bool:
     """Whether ``event`` is the preemption of a request."""
     return isinstance(event, RequestPreempted) and event.request_id == request_id
+
+
+def loss_of(core: KVCore, request: Request) -> float:
+    """Return the blocks that a request would compute again for each block that it alone has, block by block."""
+    cache, num_computed = request.cache, request.num_computed_tokens
+    own = [
+        block_id
+        for block_id in cache.all_block_ids()
+        if core.pool.blocks[block_id].num_table_refs == 1 and not core.pool.blocks[block_id].num_pin_refs
+    ]
+    num_kept = min(
+        (
+            next((place for place, block_id in enumerate(table.block_ids) if block_id in own), len(table.block_ids))
+            for table in cache.tables
+            if not table.num_trimmed
+        ),
+        default=0,
+    )
+    num_published = cache.num_published * BLOCK_SIZE if cache.has_path else 0
+    lost = range(min(num_kept * BLOCK_SIZE, num_published, num_computed), num_computed)
+    num_restored = sum(core.host.is_on and position < num_published for position in lost)
+    num_lost = len(lost) - num_restored + num_restored * 0.01
+    return round(num_lost / BLOCK_SIZE / len(own)) if own else float("inf")
 
 
 def samples_of(plan: StepPlan, requests: list[Request]) -> list[Request]:
@@ -1080,6 +1285,7 @@ OPERATIONS: tuple[tuple[str, int, float], ...] = (
     ("corrupt_next", 1, 1),
     ("unpin", 1, 1),
     ("pass_time", 1, 3),
+    ("end_session", 1, 2),
 )
 """Name, number of arguments, how often."""
 
@@ -1099,6 +1305,7 @@ def random_setup(rng: Random, policy: str) -> Setup:
         seals=rng.random() < 0.3,
         has_culprits=rng.random() < 0.4,
         drafts=rng.random() < 0.5,
+        sessions=rng.random() < 0.5,
     )
 
 
@@ -1110,7 +1317,7 @@ def random_operations(
     *,
     has_host: bool = False,
     is_fair: bool = False,
-    **changes: bool,
+    **changes: object,
 ) -> Counter[str]:
     """Do ``num_operations`` random operations with everything checked after each. Return how often what happened.
 
@@ -1123,8 +1330,9 @@ def random_operations(
         budget = max(num_seqs, setup.max_num_batched_tokens)
         setup = replace(setup, scheduling="fair", max_num_seqs=num_seqs, max_num_batched_tokens=budget)
         setup = replace(setup, has_culprits=setup.has_culprits and seed % 2 > 0)
+    setup = replace(setup, **changes)
     if len(rules) > 1:
-        setup = replace(setup, rules=rules, num_blocks=setup.num_blocks * len(rules), **changes)
+        setup = replace(setup, rules=rules, num_blocks=setup.num_blocks * len(rules))
     if has_host:  # and a device that is too small, so that blocks go there
         num_blocks, num_host_blocks = rng.choice((6, 9, 14)), rng.choice((5, 30, 200))
         setup = replace(setup, num_blocks=num_blocks * len(rules), num_host_blocks=num_host_blocks * len(rules))
@@ -1157,26 +1365,38 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_blocks=st.sampled_from((6, 9, 14, 3)),
         limits=st.sampled_from([(seqs, budget) for seqs in (4, 2, 1) for budget in (64, 9, 4)]),
         policy=st.sampled_from(("lru", "lfu", "fifo")),
-        scheduling=st.sampled_from(("fcfs", "priority", "fair")),
+        scheduling=st.sampled_from(("fcfs", "priority", "lpm", "fair")),
+        load=st.sampled_from([(admission, limits) for limits in PREFILLS for admission in ("prompt", *EXPECTING)]),
         kind=st.sampled_from([{}, {"long_outputs": True}, {"seals": True}, {"long_outputs": True, "seals": True}]),
         has_culprits=st.booleans(),
         drafts=st.booleans(),
+        sessions=st.booleans(),
     )
-    def start(
+    def start(  # noqa: PLR0917 - what is drawn
         self,
         num_blocks: int,
         limits: tuple[int, int],
         policy: str,
         scheduling: str,
+        load: tuple[str, PrefillLimits],
         kind: dict[str, bool],
         *,
         has_culprits: bool,
         drafts: bool,
+        sessions: bool,
     ) -> None:
         """Begin with an empty pool."""
         setup = Setup(
-            num_blocks, *limits, policy, scheduling=scheduling, has_culprits=has_culprits, drafts=drafts, **kind
+            num_blocks,
+            *limits,
+            policy,
+            scheduling=scheduling,
+            has_culprits=has_culprits,
+            drafts=drafts,
+            sessions=sessions,
+            **kind,
         )
+        setup = replace(setup, admission=load[0], prefills=load[1])
         self.machine = Machine(setup)
 
     @rule(which=ints, length=ints, own=ints, num_new=ints)
@@ -1231,6 +1451,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         """See Machine."""
         self.machine.unpin(which)
 
+    @rule(which=ints)
+    def end_session(self, which: int) -> None:
+        """See Machine."""
+        self.machine.end_session(which)
+
     @rule(seconds=ints)
     def pass_time(self, seconds: int) -> None:
         """See Machine."""
@@ -1269,6 +1494,34 @@ def test_random_operations(policy: str, in_full: bool) -> None:
         random_operations(seed, 400, policy)
 
 
+@pytest.mark.parametrize("scheduling", ["fcfs", "lpm"])
+@pytest.mark.parametrize("prefills", PREFILLS, ids=str)
+@pytest.mark.parametrize("admission", EXPECTING)
+@IN_FULL
+def test_random_operations_under_load(admission: str, prefills: PrefillLimits, scheduling: str, in_full: bool) -> None:
+    """The same where growth is expected, where prompts have places, and where some overtake."""
+    for seed in range(200, 206 if in_full else 202):
+        changes = {"drafts": False} if seed % 2 else {}
+        random_operations(seed, 300, "lru", admission=admission, prefills=prefills, scheduling=scheduling, **changes)
+
+
+@pytest.mark.parametrize("rules", [GROUPS[3], GROUPS[5], PACKING[0]], ids=str)
+def test_random_operations_under_load_with_several_groups(rules: tuple[KeepRule, ...]) -> None:
+    for seed in range(210, 212):
+        random_operations(seed, 300, "lru", rules, seals=False, admission="predicted", prefills=PREFILLS[2])
+
+
+@IN_FULL
+def test_what_happens_under_load(in_full: bool) -> None:
+    """A control: requests wait for growth and for places, and overtake."""
+    seen: Counter[str] = Counter()
+    asked = "waits for growth", "waits for prefills", "waits for memory", "overtakes", "preempted", "ahead"
+    for seed in until_seen(range(220, 232), seen, asked, in_full=in_full):
+        setup = {"admission": "predicted", "prefills": PREFILLS[2], "has_culprits": False}
+        seen += random_operations(seed, 300, "lru", **setup, scheduling=("fcfs", "lpm")[seed % 2])
+    assert min(seen[what] for what in asked) > 0, seen
+
+
 @pytest.mark.parametrize(
     ("rules", "seals"),
     [
@@ -1285,6 +1538,17 @@ def test_random_operations(policy: str, in_full: bool) -> None:
 def test_random_operations_with_several_groups(rules: tuple[KeepRule, ...], seals: bool) -> None:
     """The same where groups keep windows, and give blocks back while requests run; also where blocks are sealed."""
     random_operations(0, 200, "lru", rules, seals=seals)
+
+
+@pytest.mark.parametrize("rules", [(KEEP_ALL,), GROUPS[1]], ids=str)
+@IN_FULL
+def test_random_operations_with_guardrails(rules: tuple[KeepRule, ...], in_full: bool) -> None:
+    """The same with targets, and a clock that jumps: every step gets on, and every request ends as it does alone."""
+    seen: Counter[str] = Counter()
+    asked = ("refused", "a cap below a step", "ahead")
+    for seed in until_seen(range(24, 32), seen, asked, in_full=in_full):
+        seen += random_operations(seed, 300, "lru", rules, guarded=True)
+    assert min(seen[what] for what in asked) > 0
 
 
 @pytest.mark.parametrize("rules", PACKING, ids=str)
@@ -1352,6 +1616,10 @@ def test_what_is_worth_testing_happens() -> None:
         "some drafts accepted",
         "a copy waits for another step",
         "a sample cancelled",
+        "a session ended",
+        "a session ended while a request of it runs",
+        "a session goes on",
+        "something superseded is evicted",
         "a sample ended by itself",
         "added during a step",
         "ahead",
@@ -1387,12 +1655,14 @@ def test_what_is_worth_testing_happens() -> None:
         "not ahead: a fork",
         "not ahead: a join",
         "not ahead: memory",
+        "not the last was preempted",
         "overtakes",
         "pin given up for one that runs",
         "pin given up for one that waits",
         "pinned",
         "preempted",
         "prefix hit",
+        "reserves",
         "reset during a step",
         "reset during two steps",
         "samples cancelled in the step that forks",
@@ -1403,6 +1673,7 @@ def test_what_is_worth_testing_happens() -> None:
         "somebody new waits for a search",
         "two culprits in a step",
         "waits for memory",
+        "went itself",
         "what a preemption kept",
     ):
         assert seen[what] > 0, f"{what} never happened: {seen}"

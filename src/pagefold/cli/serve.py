@@ -126,8 +126,7 @@ def _accounts(path: str | None, config: EngineConfig) -> tuple[Account, ...]:
     urgent = next((account for account in accounts if account.priority), None)
     if urgent is not None and config.scheduling_policy != "priority":
         what = f"Class {urgent.customer_class} has priority {urgent.priority}"
-        how = "by their tenants' shares" if config.scheduling_policy == "fair" else "first come first served"
-        msg = f"{what}, but requests are served {how}."
+        msg = f"{what}, but {config.scheduling_policy} looks at none."
         raise ConfigError(msg, remedy="Start with --scheduling-policy priority, or give the class priority 0.")
     weighty = next((account for account in accounts if account.weight is not None), None)
     if weighty is not None and config.scheduling_policy != "fair":

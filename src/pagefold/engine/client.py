@@ -12,9 +12,10 @@ if TYPE_CHECKING:
     from pagefold.engine.foresight import Foreseen
     from pagefold.engine.pins import PinReport
     from pagefold.engine.status import EngineStatus
+    from pagefold.engine.together import Together
     from pagefold.engine.token_stream import TokenStream
     from pagefold.memory.limit import Limit
-    from pagefold.request import Caller
+    from pagefold.request import Caller, EndedSession, SessionRef
     from pagefold.sampling import SamplingParams
     from pagefold.structured.grammar import Grammar
     from pagefold.structured.params import StructuredOutputsParams
@@ -63,15 +64,20 @@ class EngineClient(Protocol):
             InvalidRequestError: it does not compile, or takes too much.
         """
 
-    def submit(
+    def submit(  # noqa: PLR0913 - a request, by name
         self,
         request_id: str,
         prompt_token_ids: Sequence[int],
         sampling: SamplingParams,
         caller: Caller = ANYBODY,
         grammar: Grammar | None = None,
+        *,
+        together: Together | None = None,
     ) -> TokenStream:
         """Queue a request; its stream must be closed, also when it was never read. Called in an event loop.
+
+        Those that come as one have one ``together``. Where the server has a target for the first token, the engine may
+        refuse them yet: the stream's :meth:`~pagefold.engine.token_stream.TokenStream.taken` says so.
 
         Raises:
             InvalidRequestError: it can never be served; with the field at fault.
@@ -105,6 +111,13 @@ class EngineClient(Protocol):
 
     async def unpin(self, pin_id: str) -> bool:
         """Take a pin away; its blocks stay cached. False if there is no such pin.
+
+        Raises:
+            EngineStoppedError: the engine takes no more commands.
+        """
+
+    async def end_session(self, session: SessionRef) -> EndedSession | None:
+        """End a session, with its sub-agents: its requests go on, its blocks go first. None if there is none.
 
         Raises:
             EngineStoppedError: the engine takes no more commands.

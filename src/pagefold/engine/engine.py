@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from pagefold.beams import BeamGroup, BeamSearch
 from pagefold.engine.drafting import NO_DRAFTING
 from pagefold.engine.foresight import foresee
+from pagefold.engine.load_shed import load_shed
 from pagefold.engine.open_outputs import OpenOutputs
 from pagefold.engine.output_rules import matchers
 from pagefold.engine.pins import PinReport, report_pins
@@ -38,8 +39,10 @@ if TYPE_CHECKING:
     from pagefold.engine.foresight import Foreseen
     from pagefold.engine.limits import ModelLimits
     from pagefold.engine.outputs import OutputDelta
+    from pagefold.engine.together import Together
     from pagefold.kv.transfers import TierUse
     from pagefold.memory.capacity import Capacity
+    from pagefold.request import EndedSession, SessionRef
     from pagefold.sampling import SamplingParams
     from pagefold.scheduler import Scheduler, Tiering
     from pagefold.steps import Runner, StepPlan
@@ -156,13 +159,15 @@ class Engine:
             raise InvalidRequestError(msg, param=FIELD, remedy="Leave it out.")
         return self._compiler.compile(params)
 
-    def add(
+    def add(  # noqa: PLR0913 - a request, by name
         self,
         request_id: str,
         prompt_token_ids: Sequence[int],
         sampling: SamplingParams,
         caller: Caller = ANYBODY,
         grammar: Grammar | None = None,
+        *,
+        together: Together | None = None,
     ) -> None:
         """Queue a request, with all its samples.
 
@@ -172,9 +177,11 @@ class Engine:
             sampling: how to choose tokens, and when to stop.
             caller: who asks.
             grammar: of ``sampling.structured_outputs``, from :meth:`compile_grammar`; None if that is None.
+            together: with whom it comes, and may be refused if it would wait too long; None takes it at any rate.
 
         Raises:
             InvalidRequestError: see :meth:`check`; or the id is in use.
+            LoadShedError: it would wait longer than the target allows.
             PinQuotaError: it asks for a pin that is more than the quota leaves.
         """
         self.check(prompt_token_ids, sampling, caller)
@@ -196,6 +203,7 @@ class Engine:
         if speculation is not None and (speculation.is_off or sampling.use_beam_search):
             speculation = None
         to_match = matchers(sampling, grammar, self.limits.vocab_size, self.tokenizer)
+        session = caller.session
         samples = [
             Request(
                 sample_id,
@@ -214,6 +222,7 @@ class Engine:
                 sample_index=index,
                 warm_up=caller.warm_up,
                 returns_in_s=caller.returns_in_s,
+                session=session,
                 message_ends=ends,
                 speculation=speculation,
                 predicted=caller.predicted[: max_total - len(prompt_token_ids)],  # more of it cannot come
@@ -225,8 +234,10 @@ class Engine:
             self._checks.check_pin_quota(samples[0])
         if sampling.use_beam_search:
             _search_beams(samples)
-        self._outputs.begin(samples, prompt_token_ids)
         first, *first.forks = samples
+        if together is not None:
+            together.judge(lambda: load_shed(self.scheduler.judge(first)))
+        self._outputs.begin(samples, prompt_token_ids)
         self.scheduler.add(first)
         self.tiering.begin(first, now)
 
@@ -271,6 +282,10 @@ class Engine:
     def unpin(self, pin_id: str) -> bool:
         """Take a pin away; its blocks stay cached. False if there is no such pin."""
         return self.scheduler.core.pins.remove(pin_id) is not None
+
+    def end_session(self, session: SessionRef) -> EndedSession | None:
+        """End a session, with its sub-agents: its requests go on, its blocks go first. None if there is none."""
+        return self.scheduler.end_session(session)
 
     def idle(self) -> float:
         """Nothing runs: do what is due. Return the seconds until something will be; or inf.
@@ -321,7 +336,7 @@ class Engine:
             raise
         began, now = now, self._clock()
         self.tiering.computed(len(plan.token_ids), plan.num_rows, now - began)
-        requests = self.scheduler.apply(result)
+        requests = self.scheduler.apply(result, now)
         tell_tokens(self._emit, requests, now, self.scheduler.core.block_size)
         for request in requests:
             told = self._outputs.deltas(request, request.finish_reason, now)

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, TypeVar
 from pagefold.engine.outputs import OutputDelta
 from pagefold.engine.queue_bound import QueueBound
 from pagefold.engine.status import EngineStatus
+from pagefold.engine.together import Together
 from pagefold.engine.token_rates import NO_RATES
-from pagefold.engine.token_stream import TokenStream
+from pagefold.engine.token_stream import Taken, TokenStream
 from pagefold.errors import EngineStoppedError, RateLimitError
 from pagefold.request import ANYBODY
 
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from pagefold.engine.pins import PinReport
     from pagefold.engine.token_rates import AnyRates
     from pagefold.memory.limit import Limit
-    from pagefold.request import Caller
+    from pagefold.request import Caller, EndedSession, SessionRef
     from pagefold.sampling import SamplingParams
     from pagefold.structured.grammar import Grammar
     from pagefold.structured.params import StructuredOutputsParams
@@ -118,12 +119,14 @@ class EngineThread:
 
     def ensure_ready(self) -> None:
         """See :class:`~pagefold.engine.client.EngineClient`."""
-        if self._failure is not None:
-            msg = f"The engine has failed: {self._failure}."
-            raise EngineStoppedError(msg, remedy="Restart the server.")
+        self._ensure_alive()
         if not self._takes_requests:
             msg = "The server is shutting down and takes no more requests."
             raise EngineStoppedError(msg, remedy="Try another replica, or again later.")
+
+    def _ensure_alive(self) -> None:
+        if self._failure is not None:
+            raise _stopped(self._failure)
 
     async def compile_grammar(self, params: StructuredOutputsParams) -> Grammar:
         """See :class:`~pagefold.engine.client.EngineClient`."""
@@ -132,24 +135,35 @@ class EngineThread:
             compiling = self._compilers.submit(self._engine.compile_grammar, params)
         return await asyncio.wrap_future(compiling)
 
-    def submit(
+    def submit(  # noqa: PLR0913 - a request, by name
         self,
         request_id: str,
         prompt_token_ids: Sequence[int],
         sampling: SamplingParams,
         caller: Caller = ANYBODY,
         grammar: Grammar | None = None,
+        *,
+        together: Together | None = None,
     ) -> TokenStream:
         """See :class:`~pagefold.engine.client.EngineClient`."""
         self._engine.check(prompt_token_ids, sampling, caller)
         num_prompt_tokens = len(prompt_token_ids)
         num_samples = sampling.num_samples
         loop = asyncio.get_running_loop()
-        stream = TokenStream(loop, num_samples, lambda stream: self._commands.put(lambda: abort(stream)), caller.tenant)
+        with_whom = together or Together()
+        is_judged = self._engine.scheduler.guardrails.shedder.is_on
+        stream = TokenStream(
+            loop,
+            num_samples,
+            lambda stream: self._commands.put(lambda: abort(stream)),
+            caller.tenant,
+            is_taken=not is_judged,
+        )
 
         def add() -> None:
             try:
-                self._engine.add(request_id, prompt_token_ids, sampling, caller, grammar)
+                self._ensure_alive()
+                self._engine.add(request_id, prompt_token_ids, sampling, caller, grammar, together=with_whom)
             except Exception as error:  # noqa: BLE001 - whoever asked is told
                 failure = error  # Python forgets `error` where this clause ends
                 self._count_end(num_samples)
@@ -157,6 +171,8 @@ class EngineThread:
                 _call(stream.loop, lambda: stream.deltas.put_nowait(failure))
             else:
                 self._streams[request_id] = stream
+                if is_judged:
+                    _call(stream.loop, lambda: stream.deltas.put_nowait(Taken()))
 
         def abort(stream: TokenStream) -> None:
             if self._streams.get(request_id) is stream:
@@ -195,6 +211,10 @@ class EngineThread:
         """See :class:`~pagefold.engine.client.EngineClient`."""
         return await self._ask(lambda: self._engine.unpin(pin_id))
 
+    async def end_session(self, session: SessionRef) -> EndedSession | None:
+        """See :class:`~pagefold.engine.client.EngineClient`."""
+        return await self._ask(lambda: self._engine.end_session(session))
+
     def drain(self, timeout_s: float) -> bool:
         """Take no more requests, let those that are here finish, write what slow tiers are to keep, and stop. Blocks.
 
@@ -219,7 +239,7 @@ class EngineThread:
 
         def answer() -> None:
             if self._failure is not None:
-                error = EngineStoppedError(f"The engine has failed: {self._failure}.", remedy="Restart the server.")
+                error = _stopped(self._failure)
                 _call(loop, lambda: None if done.cancelled() else done.set_exception(error))
                 return
             try:
@@ -310,8 +330,7 @@ class EngineThread:
         self._must_stop = True
 
     def _fail_all(self, error: Exception) -> None:
-        msg = f"The engine has failed: {error}."
-        stopped = EngineStoppedError(msg, remedy="Restart the server.")
+        stopped = _stopped(error)
         while True:
             for stream in self._streams.values():
                 _call(stream.loop, lambda stream=stream: stream.deltas.put_nowait(stopped))  # type: ignore[misc]
@@ -319,6 +338,10 @@ class EngineThread:
             if self._must_stop or (self._is_draining and self._commands.empty()):
                 return
             self._commands.get()()  # requests that were queued meanwhile learn it too
+
+
+def _stopped(failure: Exception) -> EngineStoppedError:
+    return EngineStoppedError(f"The engine has failed: {failure}.", remedy="Restart the server.")
 
 
 def _look_up() -> None:

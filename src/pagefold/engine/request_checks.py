@@ -65,8 +65,7 @@ class RequestChecks:
         self._check_samples(num_tokens, sampling, kind)
         policy = self._scheduler.policy
         if caller.priority and not policy.heeds_priority:
-            how = "first come first served" if policy.shares is None else "by their tenants' shares"
-            msg = f"priority is {caller.priority}, but requests are served {how}."
+            msg = f"priority is {caller.priority}, but {policy.name} looks at none."
             raise InvalidRequestError(
                 msg, param="priority", remedy="Leave it out, or start with scheduling_policy=priority."
             )

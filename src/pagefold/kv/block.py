@@ -15,9 +15,25 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import NewType
 
-__all__ = ["LEGAL_MOVES", "Block", "BlockId", "BlockState", "IllegalMoveError", "Node", "PackedChunk"]
+__all__ = [
+    "LEGAL_MOVES",
+    "MANY",
+    "NOBODY",
+    "Block",
+    "BlockId",
+    "BlockState",
+    "IllegalMoveError",
+    "Node",
+    "PackedChunk",
+]
 
 BlockId = NewType("BlockId", int)
+
+MANY = "many"
+"""The claim of a node that no session has for itself."""
+
+NOBODY = "nobody"
+"""The claim of a node that is superseded: the session that had it for itself has edited it away, or has ended."""
 
 
 class BlockState(IntEnum):
@@ -135,6 +151,8 @@ class Node:
         blocks: the block of each cache group, None where it is gone: of a group that keeps the last tokens only. Empty
             for a root.
         depth: how many blocks lie above it: 0 for the first block of a prefix.
+        claim: which session has it for itself (``expectations.py``): an object that stands for it, :data:`MANY` or
+            :data:`NOBODY`; None where nobody has said so.
         index_slot: where an index has it (``continuations.py``), if there is one.
         path_hash: of its namespace and all tokens up to its end: what policies remember it by when it is gone. Equal
             paths have equal hashes; nothing but a guess about the future may rest on the reverse.
@@ -157,6 +175,7 @@ class Node:
         "blocks",
         "born_s",
         "children",
+        "claim",
         "committed",
         "created_at",
         "depth",
@@ -199,6 +218,7 @@ class Node:
         self.reuse_hint: bool | None = None
         self.packed: PackedChunk | None = None
         self.mask = 0
+        self.claim: object = None
         self.index_slot = 0
 
     def put(self, group: int, block: Block | None) -> None:

@@ -2,12 +2,13 @@
 
 A block is given out of the free list. If that is empty, cached ones are evicted, in this order:
 
+0. leaves that are *superseded*: their session has edited them away, or has ended (``expectations.py``),
 1. *stale* ones: those that a sequence left behind, of a group that keeps the last tokens only, and no landmark keeps
    (``landmarks.py``),
 2. what is left of a path whose end was evicted last, down to where it can be gone on from: where a group keeps the last
    tokens only, a path that is cut is of no use before that,
 3. what a landmark keeps that is not firm,
-4. the blocks of the leaf that the policy names,
+4. the blocks of the leaf that the policy names, or of the end of a path whose session is expected back late,
 5. what a firm landmark keeps, and other blocks of such groups,
 6. packed chunks of which no node behind them has anything that could go: somebody who does not need them yet goes on
    there, or a pin does,
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from pagefold.events import BlockEvicted, Emit, EvictionCause, EvictionRule, PathForgotten
 from pagefold.kv.block import Block, BlockState, PackedChunk
+from pagefold.kv.expectations import Expectations
 from pagefold.kv.host_chunks import keep_chunk
 from pagefold.kv.pool import BlockPool
 from pagefold.kv.tree import PrefixTree
@@ -63,6 +65,7 @@ class BlockCache:
         pool: who holds which block.
         tree: which blocks hold which tokens.
         policy: who is evicted first.
+        expectations: who is expected to go on from which path; it asks the policy for all others.
         windows: cached blocks that can go though their nodes are no leaves, and the landmarks that keep some of them.
         now_s: the time, which whoever calls sets; nothing that is decided hangs on it. It is told with events.
         asked_by: the request for which memory is asked for, which whoever calls sets; as ``now_s``.
@@ -81,6 +84,7 @@ class BlockCache:
         self.pool = BlockPool(num_blocks)
         self.tree = PrefixTree(rules.block_size)
         self.policy = policy
+        self.expectations = Expectations(policy)
         self.now_s = 0.0
         self.asked_by = ""
         self.tick = 0
@@ -151,11 +155,14 @@ class BlockCache:
                 self.keep_chunk(one.node)
                 num_evicted += self._evict_chunk(one)
                 continue
+            is_wanted = self._rule != "superseded"
             for block in one.blocks:
                 if block is not None:
-                    self._host.keep_evicted(one, block)
+                    if is_wanted:
+                        self._host.keep_evicted(one, block)
                     num_evicted += 1
-            self.keep_chunk(one)
+            if is_wanted:
+                self.keep_chunk(one)
             num_evicted += 0 if one.packed is None else len(one.packed.blocks)
             self._broken = self.evict(one, "allocation")
         return num_evicted
@@ -208,9 +215,9 @@ class BlockCache:
         if evictable != node.evictable:
             node.evictable = evictable
             if evictable:
-                self.policy.on_idle(node)
+                self.expectations.on_idle(node)
             else:
-                self.policy.on_busy(node)
+                self.expectations.on_busy(node)
 
     def cancel_stores(self) -> bool:
         """Let go of the blocks that are to be stored though they are cached; whether there were any.
@@ -236,6 +243,9 @@ class BlockCache:
         """Return what goes next: a block alone, a leaf, or a packed chunk; None where nothing can go."""
         if not self._trimmed_groups:
             return self._by_policy()
+        superseded = self.expectations.superseded()
+        if superseded is not None:
+            return _Next(*superseded)
         useless = self._useless()
         if useless is not None:
             return useless
@@ -245,9 +255,9 @@ class BlockCache:
         return self._by_policy() or self._last_resort()
 
     def _by_policy(self) -> _Next | None:
-        """Return the leaf that the policy names."""
-        node = self.policy.victim()
-        return None if node is None else _Next(node, "policy", self.policy.score(node))
+        """Return the leaf that the policy names, or expectations."""
+        found = self.expectations.victim(self.now_s)
+        return None if found is None else _Next(*found)
 
     def _useless(self) -> _Next | None:
         """Return what nobody would begin with: a stale block, or what is left of a path that is cut."""
@@ -324,9 +334,10 @@ class BlockCache:
         """Undo the publication of ``node``: its blocks are free where nobody holds them, else private."""
         if node.evictable:
             node.evictable = False
-            self.policy.on_busy(node)
+            self.expectations.on_busy(node)
         node.attached = False
         self.policy.on_evict(node)
+        self.expectations.on_evict(node)
         is_told = False
         for block in node.all_blocks:
             if block is not None:

@@ -19,7 +19,7 @@ from pagefold.events import Emit, PinCause, PinDropped
 from pagefold.kv.block import BlockState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Sequence
+    from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 
     from pagefold.kv.block import Block, Node
     from pagefold.kv.keep_rules import KeepRules
@@ -215,6 +215,14 @@ class PinTable:
         if pin is not None:
             self._drop(pin, "removed")
         return pin
+
+    def remove_at(self, nodes: Iterable[Node], pin_ids: Container[str]) -> list[str]:
+        """Unpin what ends at one of these nodes, of the pins named ``pin_ids``. Return the names of those that went."""
+        found = [self._by_tail[node] for node in nodes if node in self._by_tail]
+        ours = [pin for pin in found if pin.pin_id in pin_ids]
+        for pin in ours:
+            self._drop(pin, "removed")
+        return [pin.pin_id for pin in ours]
 
     def expire(self, now_s: float) -> None:
         """Drop the pins whose time has come."""

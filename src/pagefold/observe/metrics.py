@@ -18,13 +18,16 @@ from pagefold.events import (
     FirstToken,
     NextTokens,
     OutputFinished,
+    OutputForecastChecked,
     PinCause,
     PinDropped,
     PrefixLookup,
     PrefixMissed,
     PromptFinished,
+    RefusalReason,
     RequestCorrupted,
     RequestPreempted,
+    RequestRefused,
     RequestStreamed,
     StepAbandoned,
     StepApplied,
@@ -111,12 +114,14 @@ class Metrics:
             FirstToken: self._on_first_token,
             NextTokens: self._on_next_tokens,
             OutputFinished: self._on_output_finished,
+            OutputForecastChecked: self._on_forecast_checked,
             PinDropped: self._on_pin_dropped,
             PrefixLookup: self._on_prefix_lookup,
             PrefixMissed: self._on_prefix_missed,
             PromptFinished: self._on_prompt_finished,
             RequestCorrupted: self._on_request_corrupted,
             RequestPreempted: self._on_request_preempted,
+            RequestRefused: self._on_request_refused,
             RequestStreamed: self._on_request_streamed,
             StepAbandoned: self._on_step_abandoned,
             StepApplied: self._on_step_applied,
@@ -248,6 +253,13 @@ class Metrics:
         self._streamed = self._series.counter(
             "pagefold:requests_streamed", "Times that a request was admitted which is larger than the KV budget."
         )
+        self._forecasts = self._series.counters(
+            "pagefold:output_forecasts",
+            "Outputs that have ended for which an interval had been stated that should hold 8 in 10, by whether it did "
+            "(within). Before a tenant's first outputs there is none.",
+            "within",
+            ("true", "false"),
+        )
         self._preemptions = self._series.counter(
             "vllm:num_preemptions", "Times that a running request gave its blocks back."
         )
@@ -280,9 +292,17 @@ class Metrics:
         self._steps_failed = self._series.counter(
             "pagefold:steps_failed", "Steps whose results were lost and taken back."
         )
+        self._refused = self._series.counters(
+            "pagefold:requests_refused",
+            "Requests that could have been served and were not taken, by why: ttft_target where the first token would "
+            "have come later than --target-ttft-ms allows.",
+            "reason",
+            get_args(RefusalReason),
+        )
         self._responses = Counter(
             "pagefold:http_responses",
-            "HTTP responses by the labels route, as the API's description has it, and status: 429 is a full queue. "
+            "HTTP responses by the labels route, as the API's description has it, and status: 429 is a full "
+            "queue, or a target that would not be kept. "
             "Paths that are no route, and requests that are refused before it is looked up, are of route other.",
             (*self._labels, "route", "status"),
             registry=self.registry,
@@ -484,6 +504,9 @@ class Metrics:
     def _on_pin_dropped(self, event: PinDropped) -> None:
         self._pins_dropped[event.cause].inc()
 
+    def _on_forecast_checked(self, event: OutputForecastChecked) -> None:
+        self._forecasts["true" if event.is_within else "false"].inc()
+
     def _on_request_streamed(self, _event: RequestStreamed) -> None:
         self._streamed.inc()
 
@@ -492,6 +515,9 @@ class Metrics:
 
     def _on_request_preempted(self, _event: RequestPreempted) -> None:
         self._preemptions.inc()
+
+    def _on_request_refused(self, event: RequestRefused) -> None:
+        self._refused[event.reason].inc()
 
     def _on_step_abandoned(self, _event: StepAbandoned) -> None:
         self._steps_failed.inc()

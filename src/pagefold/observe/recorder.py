@@ -35,6 +35,7 @@ from pagefold.events import (
     RequestCorrupted,
     RequestCut,
     RequestFinished,
+    SessionClosed,
     StepAbandoned,
     StepApplied,
     StepPlanned,
@@ -65,6 +66,10 @@ _SETTINGS = (
     "eviction_policy",
     "scheduling_policy",
     "priority_aging_s",
+    "admission",
+    "max_num_partial_prefills",
+    "max_long_partial_prefills",
+    "long_prefill_token_threshold",
     "max_pinned_share",
     "allow_streaming",
     "pin_half_life_s",
@@ -182,6 +187,8 @@ class TraceRecorder:
                 number = self._pins.pop(event.pin_id)
                 if event.cause in ("removed", "expired"):  # else it follows from what a step does
                     self._put({"unpin": number})
+            case SessionClosed():
+                self._put({"end_session": [event.tenant.hex(), event.session.hex()]})
             case CacheReset():
                 self._put({"reset": True})
             case _:
@@ -212,8 +219,7 @@ class TraceRecorder:
         line |= self._share_of(event)
         if event.has_prompt_logprobs:
             line["prompt_logprobs"] = True
-        if event.returns:
-            line["returns"] = True
+        line |= _of_session(event)
         if tuple(event.message_ends) != (event.num_prompt_tokens,):
             line["message_ends"] = list(event.message_ends)
         if event.pin is not None:
@@ -244,6 +250,8 @@ class TraceRecorder:
         line: dict[str, Any] = {"step": plan.step_id, "at": plan.now_s, "rows": plan.num_rows}
         if plan.num_rows:
             line |= {"computed": plan.num_tokens, "read": plan.num_read, "took": self._clock() - step.began_s}
+        if plan.prefill_cap_tokens is not None:
+            line["prefill_cap"] = plan.prefill_cap_tokens
         if has_failed:
             line["failed"] = True
         if step.hits:
@@ -379,3 +387,13 @@ def _kept(rule: KeepRule) -> list[Any]:
     if rule.packs:  # which the simulator does not know yet, and says so
         return [rule.window, rule.is_chunked, rule.num_sinks, rule.num_before]
     return [rule.window, rule.is_chunked, *([rule.num_sinks] if rule.num_sinks else [])]
+
+
+def _of_session(event: RequestAdded) -> dict[str, Any]:
+    """Return what a line tells of the session of a request, and of when it goes on."""
+    told: dict[str, Any] = {}
+    if event.returns_in_s is not None:
+        told["returns"] = event.returns_in_s
+    if event.session is not None:
+        told["session"] = [digest.hex() for digest in event.session]
+    return told

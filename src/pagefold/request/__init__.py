@@ -10,6 +10,7 @@ from pagefold.request.caller import (
     WarmUp,
 )
 from pagefold.request.request import LEGAL_MOVES, FinishReason, Request, RequestStatus, StopRule
+from pagefold.request.session import MAX_SESSION_ID, EndedSession, SessionRef, session_ref
 from pagefold.request.times import RequestTimes
 
 __all__ = [
@@ -17,13 +18,17 @@ __all__ = [
     "DEFAULT_RETENTION_PRIORITY",
     "LEGAL_MOVES",
     "MAX_RETURNS_IN_S",
+    "MAX_SESSION_ID",
     "MAX_WEIGHT",
     "MIN_WEIGHT",
     "Caller",
+    "EndedSession",
     "FinishReason",
     "Request",
     "RequestStatus",
     "RequestTimes",
+    "SessionRef",
     "StopRule",
     "WarmUp",
+    "session_ref",
 ]

@@ -24,6 +24,8 @@ from math import inf, nextafter
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from pagefold.request import Request
 
 __all__ = ["OUTPUT_WEIGHT", "FairShares", "TenantShare"]
@@ -91,6 +93,9 @@ class TenantShare:
         self.mean_output += (num_output_tokens - self.mean_output) / self.num_outputs
 
 
+_NEW = TenantShare()
+
+
 class FairShares:
     """Orders requests by their start tags, and knows what each tenant has.
 
@@ -122,12 +127,17 @@ class FairShares:
         return len(self._held)
 
     def key(self, request: Request) -> tuple[float, int]:
-        """Return the start tag of a request that has just arrived, with those that will fork from it."""
+        """Return the start tag of a request that has just arrived."""
+        tenant = self.tenants.get(request.tenant, _NEW)
+        return max(self._virtual - _AHEAD, tenant.finish, tenant.last_start), request.index
+
+    def arrived(self, request: Request) -> None:
+        """``request`` will wait, with those that will fork from it: its tenant's next one comes behind it."""
         tenant = self.tenants.get(request.tenant)
         if tenant is None:
             tenant = self.tenants[request.tenant] = TenantShare()
         tenant.weight = request.weight
-        start = max(self._virtual - _AHEAD, tenant.finish, tenant.last_start)
+        start = request.order[0]
         output = tenant.expected_output(request.stop.max_total_tokens - request.num_prompt_tokens)
         cost = request.num_prompt_tokens + OUTPUT_WEIGHT * output * request.num_seqs
         tenant.last_start = start
@@ -135,7 +145,14 @@ class FairShares:
         tenant.num_waiting += request.num_seqs
         self._costs[request] = request.num_prompt_tokens + OUTPUT_WEIGHT * output
         self._costs.update(dict.fromkeys(request.forks, OUTPUT_WEIGHT * output))
-        return start, request.index
+
+    def level(self, request: Request) -> int:  # noqa: ARG002 - nobody is more urgent
+        """See :class:`~pagefold.scheduler.policy.SchedulingPolicy`."""
+        return 0
+
+    def choose(self, waiting: Sequence[Request], now: float, num_cached: Callable[[Request], int]) -> Request:  # noqa: ARG002
+        """See :class:`~pagefold.scheduler.policy.SchedulingPolicy`."""
+        return waiting[0]
 
     def admitted(self, request: Request) -> None:
         """``request`` was let in, for the first time or again, with those that will fork from it."""

@@ -86,10 +86,12 @@ class MakingWay:
         self._max_num_seqs = max_num_seqs
         self._no_way: tuple[Request, int] | None = None  # nobody could go for this head, as things were then
         self._no_room: tuple[Request, int] | None = None  # likewise, there was no memory for it
+        self._step_id = 0  # of the last step that it was asked about
         self.num_looked_at = 0
 
     def make(self, step: StepInFlight) -> None:
         """See :class:`AnyMakingWay`."""
+        self._step_id = step.plan.step_id
         victims = self._victims()
         if victims:
             head = self._queues.waiting[0]
@@ -133,7 +135,7 @@ class MakingWay:
         victims: list[Request] = []
         if num_seats > 0 and not self._take(head, victims, num_seats, _SEATS, _num_seats):
             return []
-        num_blocks = self._relief.num_missing(head) - sum(self._num_freed(victim) for victim in victims)
+        num_blocks = self._relief.num_missing(head, self._step_id) - sum(self._num_freed(victim) for victim in victims)
         if num_blocks > 0 and not self._take(head, victims, num_blocks, _MEMORY, self._num_freed):
             return []
         return victims
@@ -193,7 +195,7 @@ class MakingWay:
         """Whether there is no memory for the head of the queue, as far as that is known at little cost."""
         now = self._shares.num_changes
         if self._no_room != (head, now):
-            if self._relief.num_missing(head) <= 0:
+            if self._relief.num_missing(head, self._step_id) <= 0:
                 return False
             self._no_room = head, now
         return True

@@ -11,6 +11,8 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from pagefold.scheduler.guardrails.landed_step import NO_CAP
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -44,7 +46,10 @@ class StepInFlight:
             reads theirs, is over.
         num_leaving: of those that the step before was planned for, so many have nothing left to compute behind it.
         num_admitted: the last so many of ``requests`` were admitted in this step.
+        partial: those of ``requests`` that have tokens behind it whose KV is not computed: of prompts, mostly.
         num_prefill_tokens, num_recomputed_tokens: of prompts, and of what had been computed before.
+        num_prefill_rows: rows that compute those.
+        prefill_cap_tokens: how many of them it was allowed to compute.
         num_reserved: tokens that are left for the head of the queue by those that run and are behind it in order.
         reserved_for: its order.
         waits_for: what those wait for whom it has not let in; None where nobody does.
@@ -59,10 +64,13 @@ class StepInFlight:
         "now",
         "num_admitted",
         "num_leaving",
+        "num_prefill_rows",
         "num_prefill_tokens",
         "num_recomputed_tokens",
         "num_reserved",
+        "partial",
         "plan",
+        "prefill_cap_tokens",
         "promises",
         "requests",
         "reserved_for",
@@ -78,12 +86,15 @@ class StepInFlight:
         self.requests: list[Request] = []
         self.samples: list[Request] = []
         self.forking: list[Request] = []
+        self.partial: list[Request] = []
         self.promises: list[Promise] = []
         self.filling: list[Request] = []
         self.joins: list[Promise] = []
         self.num_leaving = 0
         self.num_admitted = 0
         self.num_prefill_tokens = 0
+        self.num_prefill_rows = 0
+        self.prefill_cap_tokens = NO_CAP
         self.num_recomputed_tokens = 0
         self.num_reserved = 0
         self.reserved_for = (0.0, -1)

@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 from pagefold.errors import (
     EngineStoppedError,
     InvalidRequestError,
+    LoadShedError,
     ModelNotFoundError,
     PagefoldError,
     PinQuotaError,
@@ -39,6 +40,7 @@ __all__ = [
     "NoCurveError",
     "PreviousResponseError",
     "ResponseNotFoundError",
+    "SessionNotFoundError",
     "Shown",
     "UnknownModelError",
     "add_error_handlers",
@@ -73,6 +75,10 @@ class ExplanationNotFoundError(PagefoldError):
 
 class ExplainOffError(PagefoldError):
     """This server does not remember why."""
+
+
+class SessionNotFoundError(PagefoldError):
+    """There is no such session of who asks, or it has ended."""
 
 
 class NoCurveError(PagefoldError):
@@ -111,9 +117,11 @@ _FORMS: dict[type[Exception], _Form] = {
     ResponseNotFoundError: _Form(404, "invalid_request_error", "response_not_found"),
     ExplainOffError: _Form(404, "invalid_request_error", "explain_off"),
     ExplanationNotFoundError: _Form(404, "invalid_request_error", "request_not_found"),
+    SessionNotFoundError: _Form(404, "invalid_request_error", "session_not_found"),
     NoCurveError: _Form(404, "invalid_request_error", "no_curve"),
     EngineStoppedError: _Form(503, "service_unavailable_error", "engine_unavailable"),
     PinQuotaError: _Form(409, "invalid_request_error", "pin_quota_exceeded"),
+    LoadShedError: _Form(429, "rate_limit_error", "ttft_target"),
     QueueFullError: _Form(429, "rate_limit_error", "queue_full"),
     RateLimitError: _Form(429, "rate_limit_error", "rate_limit_exceeded"),
     RequestTimeoutError: _Form(504, "timeout_error", "request_timeout"),
@@ -225,7 +233,10 @@ def _text(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
-async def _on_error(_request: Request, error: Exception) -> JSONResponse:
+async def _on_error(request: Request, error: Exception) -> JSONResponse:
+    if isinstance(error, LoadShedError):  # for the log
+        told = {"refused_for": error.reason, "expected_ttft_s": error.expected_s, "most_ttft_s": error.threshold_s}
+        request.scope.setdefault("state", {})["refusal"] = told
     headers = {"Retry-After": str(error.retry_after_s)} if isinstance(error, QueueFullError | RateLimitError) else None
     return JSONResponse(error_body(error), _form(error).status, headers)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -10,7 +9,7 @@ from pagefold.errors import BudgetTooSmallError
 from pagefold.kv import KEEP_ALL, KeepRule, KVCore, make_policy
 from pagefold.scheduler import Scheduler, SchedulerLimits, Tiering
 from pagefold.scheduler.times import tell_tokens
-from pagefold.sim.arrivals import AnyRequest, Arrival, arrivals
+from pagefold.sim.arrivals import AnyRequest, Arrivals
 from pagefold.sim.clock import VirtualClock
 from pagefold.sim.null_runner import NullRunner
 from pagefold.sim.report import Report, Tally
@@ -42,6 +41,7 @@ class SimConfig:
         eviction_policy: which cached blocks go first.
         tiers: what is behind the pool.
         rules: what each cache group keeps; each has blocks of its own of a sequence.
+        admission: when a request that waits is let in.
     """
 
     num_blocks: int
@@ -52,6 +52,7 @@ class SimConfig:
     eviction_policy: str = "default"
     tiers: TierModel = field(default_factory=TierModel)
     rules: tuple[KeepRule, ...] = (KEEP_ALL,)
+    admission: str = "predicted"
 
 
 def simulate(
@@ -90,7 +91,7 @@ def simulate(
         emit=tally,
     )
     limits = SchedulerLimits(config.max_num_seqs, config.max_num_batched_tokens)
-    scheduler = Scheduler(core, limits, emit=tally)
+    scheduler = Scheduler(core, limits, admission=config.admission, emit=tally)
     clock = VirtualClock()
 
     def whole_cost(plan: StepPlan) -> float:
@@ -127,6 +128,8 @@ def replay(  # noqa: PLR0913 - what goes in, the parts of a machine, and who wat
 ) -> Report:
     """Run ``requests`` to their ends: each is added when its time has come, and steps follow each other at their cost.
 
+    An agent's session is ended with its last turn.
+
     Args:
         requests: with their arrival times, in any order.
         scheduler: with its core; both emit to ``tally``.
@@ -139,17 +142,16 @@ def replay(  # noqa: PLR0913 - what goes in, the parts of a machine, and who wat
     Raises:
         BudgetTooSmallError: a request can never fit.
     """
-    coming = deque(arrivals(requests))
-    _check_fit(coming, scheduler)
+    coming = Arrivals(requests)
+    _check_fit(coming.most_tokens, scheduler)
     while coming or scheduler.has_requests:
         if not scheduler.has_work:
-            next_s = coming[0].arrival_s if coming else float("inf")
+            next_s = coming.next_s
             if disk is not None:
                 disk.tiering.store_pending()
                 next_s = min(next_s, disk.next_s())
             clock.advance_to(next_s)
-        while coming and coming[0].arrival_s <= clock():
-            request = coming.popleft().make()
+        for request in coming.take(clock()):
             scheduler.add(request)
             if disk is not None:
                 disk.tiering.begin(request, clock())
@@ -164,7 +166,10 @@ def replay(  # noqa: PLR0913 - what goes in, the parts of a machine, and who wat
         clock.advance(took_s)
         if disk is not None:
             disk.tiering.computed(len(plan.token_ids), plan.num_rows, took_s)
-        tell_tokens(tally, scheduler.apply(result), clock(), scheduler.core.block_size)
+        got_tokens = scheduler.apply(result, clock())
+        tell_tokens(tally, got_tokens, clock(), scheduler.core.block_size)
+        for over in coming.ended((one.request_id for one in got_tokens if one.finish_reason is not None), clock()):
+            scheduler.end_session(over)
         tally.look(scheduler, clock())
     return tally.report()
 
@@ -177,9 +182,8 @@ def _compute_s(cost: Callable[[StepPlan], float]) -> float:
     return cost(plan) / _PROBE_TOKENS
 
 
-def _check_fit(coming: Iterable[Arrival], scheduler: Scheduler) -> None:
+def _check_fit(longest: int, scheduler: Scheduler) -> None:
     core = scheduler.core
-    longest = max((arrival.num_tokens for arrival in coming), default=0)
     num_blocks_needed = core.num_blocks_for(longest, scheduler.limits.max_num_batched_tokens)
     if num_blocks_needed > core.pool.num_blocks:
         msg = (

@@ -3,6 +3,7 @@
 from pagefold.sim.traces.folder import traces_folder
 from pagefold.sim.traces.generators import (
     GENERATORS,
+    AgentSessionsWorkload,
     AgentTreeWorkload,
     BurstWorkload,
     ChatWorkload,
@@ -13,17 +14,19 @@ from pagefold.sim.traces.generators import (
 )
 from pagefold.sim.traces.read import read_trace
 from pagefold.sim.traces.request import MAX_TOKENS, Trace, TraceRequest, request_of
-from pagefold.sim.traces.segments import GeneratedRequest, Segment
+from pagefold.sim.traces.segments import GeneratedRequest, Segment, SessionTurn
 
 __all__ = [
     "GENERATORS",
     "MAX_TOKENS",
+    "AgentSessionsWorkload",
     "AgentTreeWorkload",
     "BurstWorkload",
     "ChatWorkload",
     "GeneratedRequest",
     "RetrievalWorkload",
     "Segment",
+    "SessionTurn",
     "SharedPromptWorkload",
     "Trace",
     "TraceRequest",

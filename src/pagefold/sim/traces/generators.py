@@ -1,29 +1,29 @@
-"""Generated workloads: chats, shared system prompts, agent trees, retrieval, bursts.
+"""Generated workloads: chats, shared system prompts, agent trees, retrieval, bursts; sessions are in ``agents.py``.
 
 The same parameters make the same requests, always. Ranges are ``(least, most)``, both inclusive, drawn evenly. Arrivals
-are an open loop: a request comes at its time, whether or not the answer before it is complete.
+are an open loop: a request comes at its time, whether or not the answer before it is complete. Only agents' sessions
+wait for their answers.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import accumulate
 from random import Random
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING
 
 from pagefold.errors import ConfigError
-from pagefold.sim.size_limits import MAX_REQUESTS, MAX_TOKENS, MAX_WORKLOAD_TOKENS
-from pagefold.sim.traces.request import Trace
-from pagefold.sim.traces.segments import GeneratedRequest, Segment, as_trace
+from pagefold.sim.size_limits import MAX_REQUESTS
+from pagefold.sim.traces.agents import AgentSessionsWorkload
+from pagefold.sim.traces.segments import GeneratedRequest
+from pagefold.sim.traces.workload import MostOf, Workload, by_arrival, defaults_of, draw_segment, told
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pagefold.request import Request
-
 __all__ = [
     "GENERATORS",
+    "AgentSessionsWorkload",
     "AgentTreeWorkload",
     "BurstWorkload",
     "ChatWorkload",
@@ -33,65 +33,7 @@ __all__ = [
     "parse_workload",
 ]
 
-_SEED_BITS = 30
 _SHOWN = 40
-
-
-class MostOf(NamedTuple):
-    """The largest workload that some parameters allow.
-
-    Attributes:
-        num_requests: of all; also of what they share, where that is more.
-        prompt_tokens: of the longest prompt.
-    """
-
-    num_requests: int
-    prompt_tokens: int
-
-
-class Workload(ABC):
-    """What can be drawn from parameters.
-
-    Raises:
-        ConfigError: a parameter is out of range.
-    """
-
-    name: ClassVar[str]
-
-    def __post_init__(self) -> None:
-        for field in fields(self):  # type: ignore[arg-type] # every workload is a dataclass
-            _check(field.name, getattr(self, field.name))
-        most = self.most()
-        for what, value, allowed in (
-            ("requests", most.num_requests, MAX_REQUESTS),
-            ("tokens in its longest prompt", most.prompt_tokens, MAX_TOKENS),
-            ("tokens in all prompts", most.num_requests * most.prompt_tokens, MAX_WORKLOAD_TOKENS),
-        ):
-            if value > allowed:
-                msg = f"{self} may have {value:,} {what}."
-                raise ConfigError(msg, remedy=f"Choose parameters for at most {allowed:,}.")
-
-    @abstractmethod
-    def most(self) -> MostOf:
-        """Return how large it can become, without drawing any of it."""
-
-    @abstractmethod
-    def generate(self) -> list[GeneratedRequest]:
-        """Return the requests in order of arrival."""
-
-    def requests(self) -> list[Request]:
-        """Return the requests with their tokens, fresh ones at each call: a replay uses them up."""
-        return [each.request() for each in self.generate()]
-
-    def trace(self, tokens_per_id: int = 16) -> Trace:
-        """Return the requests as a trace, with an id for so many tokens."""
-        return Trace(str(self), as_trace(self.generate(), tokens_per_id))
-
-    def __str__(self) -> str:
-        """Return what :func:`parse_workload` reads: the name, and what is not as ever."""
-        given = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
-        told = [f"{name}={_told(given[name])}" for name in given if given[name] != _defaults(type(self))[name]]
-        return f"{self.name}:{','.join(told)}" if told else self.name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +76,7 @@ class ChatWorkload(Workload):
     def generate(self) -> list[GeneratedRequest]:
         """Return the requests in order of arrival."""
         rng = Random(self.seed)  # noqa: S311 - a workload, no secret
-        system_prompts = [_segment(rng, self.system_prompt_tokens) for _ in range(self.num_system_prompts)]
+        system_prompts = [draw_segment(rng, self.system_prompt_tokens) for _ in range(self.num_system_prompts)]
         requests: list[GeneratedRequest] = []
         began_s = 0.0
         for chat in range(self.num_chats):
@@ -142,12 +84,12 @@ class ChatWorkload(Workload):
             said = [rng.choice(system_prompts)]
             now_s = began_s
             for turn in range(rng.randint(*self.num_turns)):
-                said.append(_segment(rng, self.question_tokens))
-                answer = _segment(rng, self.answer_tokens)
+                said.append(draw_segment(rng, self.question_tokens))
+                answer = draw_segment(rng, self.answer_tokens)
                 requests.append(GeneratedRequest(f"chat-{chat}-turn-{turn}", now_s, tuple(said), answer))
                 said.append(answer)
                 now_s += rng.uniform(*self.turn_gap_s)
-        return _by_arrival(requests)
+        return by_arrival(requests)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,15 +125,15 @@ class SharedPromptWorkload(Workload):
     def generate(self) -> list[GeneratedRequest]:
         """Return the requests in order of arrival."""
         rng = Random(self.seed)  # noqa: S311 - a workload, no secret
-        prompts = [_segment(rng, self.prompt_tokens) for _ in range(self.num_prompts)]
+        prompts = [draw_segment(rng, self.prompt_tokens) for _ in range(self.num_prompts)]
         weights = _zipf(self.num_prompts, self.popularity)
         requests: list[GeneratedRequest] = []
         now_s = 0.0
         for index in range(self.num_requests):
             now_s += rng.expovariate(self.requests_per_s)
             prompt = rng.choices(prompts, cum_weights=weights)[0]
-            segments = (prompt, _segment(rng, self.question_tokens))
-            requests.append(GeneratedRequest(f"shared-{index}", now_s, segments, _segment(rng, self.answer_tokens)))
+            segments = (prompt, draw_segment(rng, self.question_tokens))
+            requests.append(GeneratedRequest(f"shared-{index}", now_s, segments, draw_segment(rng, self.answer_tokens)))
         return requests
 
 
@@ -241,23 +183,23 @@ class AgentTreeWorkload(Workload):
     def generate(self) -> list[GeneratedRequest]:
         """Return the requests in order of arrival."""
         rng = Random(self.seed)  # noqa: S311 - a workload, no secret
-        instructions = _segment(rng, self.instruction_tokens)
+        instructions = draw_segment(rng, self.instruction_tokens)
         requests: list[GeneratedRequest] = []
         began_s = 0.0
         for task in range(self.num_tasks):
             began_s += rng.expovariate(self.tasks_per_s)
-            root = (instructions, _segment(rng, self.task_tokens))
-            level = [GeneratedRequest(f"task-{task}", began_s, root, _segment(rng, self.answer_tokens))]
+            root = (instructions, draw_segment(rng, self.task_tokens))
+            level = [GeneratedRequest(f"task-{task}", began_s, root, draw_segment(rng, self.answer_tokens))]
             requests += level
             for _ in range(rng.randint(*self.num_levels) - 1):
                 level = [self._step(rng, node, way) for node in level for way in range(rng.randint(*self.num_branches))]
                 requests += level
-        return _by_arrival(requests)
+        return by_arrival(requests)
 
     def _step(self, rng: Random, before: GeneratedRequest, way: int) -> GeneratedRequest:
-        segments = (*before.segments, before.answer, _segment(rng, self.tool_tokens))
+        segments = (*before.segments, before.answer, draw_segment(rng, self.tool_tokens))
         arrival_s = before.arrival_s + rng.uniform(*self.step_gap_s)
-        return GeneratedRequest(f"{before.name}-{way}", arrival_s, segments, _segment(rng, self.answer_tokens))
+        return GeneratedRequest(f"{before.name}-{way}", arrival_s, segments, draw_segment(rng, self.answer_tokens))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -299,8 +241,8 @@ class RetrievalWorkload(Workload):
     def generate(self) -> list[GeneratedRequest]:
         """Return the requests in order of arrival."""
         rng = Random(self.seed)  # noqa: S311 - a workload, no secret
-        instructions = _segment(rng, self.instruction_tokens)
-        documents = [_segment(rng, self.document_tokens) for _ in range(self.num_documents)]
+        instructions = draw_segment(rng, self.instruction_tokens)
+        documents = [draw_segment(rng, self.document_tokens) for _ in range(self.num_documents)]
         weights = _zipf(self.num_documents, self.popularity)
         requests: list[GeneratedRequest] = []
         now_s = 0.0
@@ -308,8 +250,10 @@ class RetrievalWorkload(Workload):
             now_s += rng.expovariate(self.requests_per_s)
             num_found = rng.randint(*self.documents_per_request)
             found = sorted(set(rng.choices(range(self.num_documents), cum_weights=weights, k=num_found)))
-            segments = (instructions, *(documents[each] for each in found), _segment(rng, self.question_tokens))
-            requests.append(GeneratedRequest(f"retrieval-{index}", now_s, segments, _segment(rng, self.answer_tokens)))
+            segments = (instructions, *(documents[each] for each in found), draw_segment(rng, self.question_tokens))
+            requests.append(
+                GeneratedRequest(f"retrieval-{index}", now_s, segments, draw_segment(rng, self.answer_tokens))
+            )
         return requests
 
 
@@ -356,25 +300,32 @@ class BurstWorkload(Workload):
         requests: list[GeneratedRequest] = []
         now_s = 0.0
         for burst in range(self.num_bursts):
-            shared = _segment(rng, self.prompt_tokens)
+            shared = draw_segment(rng, self.prompt_tokens)
             lasts_s, gap_s = rng.uniform(*self.burst_s), rng.uniform(*self.burst_gap_s)
             for index in range(rng.randint(*self.requests_per_burst)):
-                segments = (shared, _segment(rng, self.question_tokens))
+                segments = (shared, draw_segment(rng, self.question_tokens))
                 at_s = now_s + rng.uniform(0, lasts_s)
-                answer = _segment(rng, self.answer_tokens)
+                answer = draw_segment(rng, self.answer_tokens)
                 requests.append(GeneratedRequest(f"burst-{burst}-{index}", at_s, segments, answer))
             for index in range(rng.randint(*self.singles_per_burst)):
-                single = (_segment(rng, self.single_tokens),)
+                single = (draw_segment(rng, self.single_tokens),)
                 at_s = now_s + rng.uniform(0, gap_s)
-                answer = _segment(rng, self.answer_tokens)
+                answer = draw_segment(rng, self.answer_tokens)
                 requests.append(GeneratedRequest(f"single-{burst}-{index}", at_s, single, answer))
             now_s += gap_s
-        return _by_arrival(requests)
+        return by_arrival(requests)
 
 
 GENERATORS: dict[str, type[Workload]] = {
     kind.name: kind
-    for kind in (ChatWorkload, SharedPromptWorkload, AgentTreeWorkload, RetrievalWorkload, BurstWorkload)
+    for kind in (
+        ChatWorkload,
+        SharedPromptWorkload,
+        AgentTreeWorkload,
+        RetrievalWorkload,
+        BurstWorkload,
+        AgentSessionsWorkload,
+    )
 }
 """Every generator by the name that ``pagefold simulate`` takes."""
 
@@ -390,7 +341,7 @@ def parse_workload(text: str) -> Workload:
         msg = f"There is no generator {name!r}."
         raise ConfigError(msg, remedy=f"There are {', '.join(GENERATORS)}.")
     kind = GENERATORS[name]
-    defaults = _defaults(kind)
+    defaults = defaults_of(kind)
     given: dict[str, object] = {}
     for part in filter(None, rest.split(",")):
         parameter, _, value = part.partition("=")
@@ -412,37 +363,9 @@ def _parse(name: str, text: str, default: object) -> object:
     except ValueError:
         what = "LEAST-MOST" if isinstance(default, tuple) else "a number"
         msg = f"{name} is {text[:_SHOWN]!r}."
-        raise ConfigError(msg, remedy=f"It must be {what}, such as {_told(default)}.") from None
-
-
-def _defaults(kind: type[Workload]) -> dict[str, object]:
-    return {field.name: field.default for field in fields(kind)}  # type: ignore[arg-type] # a dataclass
-
-
-def _told(value: object) -> str:
-    return f"{value[0]}-{value[1]}" if isinstance(value, tuple) else f"{value}"
-
-
-def _check(name: str, value: object) -> None:
-    """Refuse what no workload can have: ranges upside down, no requests, rates of nothing."""
-    if name == "seed":
-        return
-    least, most = value if isinstance(value, tuple) else (value, value)
-    is_share = name == "popularity" or (name.endswith("_s") and not name.endswith("_per_s"))
-    floor = 0 if is_share or name.startswith("singles") else 1 if isinstance(least, int) else 1e-9
-    if not floor <= least <= most <= MAX_TOKENS:
-        msg = f"{name} is {_told(value)}."
-        raise ConfigError(msg, remedy=f"It must be at least {floor:g} and at most {MAX_TOKENS:,}, the lesser first.")
-
-
-def _segment(rng: Random, num_tokens: tuple[int, int]) -> Segment:
-    return Segment(rng.getrandbits(_SEED_BITS), rng.randint(*num_tokens))
+        raise ConfigError(msg, remedy=f"It must be {what}, such as {told(default)}.") from None
 
 
 def _zipf(count: int, exponent: float) -> Sequence[float]:
     """Return cumulative weights of Zipf's law."""
     return list(accumulate(rank**-exponent for rank in range(1, count + 1)))
-
-
-def _by_arrival(requests: list[GeneratedRequest]) -> list[GeneratedRequest]:
-    return sorted(requests, key=lambda request: request.arrival_s)

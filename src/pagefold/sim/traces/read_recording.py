@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 from pagefold.errors import TraceError
 from pagefold.kv.keep import KEEP_ALL, KeepRule
 from pagefold.kv.policies import POLICIES
-from pagefold.request import MAX_WEIGHT, MIN_WEIGHT
-from pagefold.scheduler import SCHEDULING_POLICIES
+from pagefold.request import MAX_WEIGHT, MIN_WEIGHT, SessionRef
+from pagefold.scheduler import ADMISSION_RULES, SCHEDULING_POLICIES
+from pagefold.scheduler.guardrails import NO_CAP
 from pagefold.sim.size_limits import MAX_BLOCKS, MAX_TOKENS
 from pagefold.sim.traces.fields import Fields
 from pagefold.sim.traces.recording import (
@@ -21,6 +22,7 @@ from pagefold.sim.traces.recording import (
     RecordedAdd,
     RecordedCut,
     RecordedReset,
+    RecordedSessionEnd,
     RecordedSettings,
     RecordedStep,
     RecordedUnpin,
@@ -128,6 +130,8 @@ class _Reader:
                 return RecordedCut(self._known(line, "cut"), line.flag("in_step"))
             case "unpin":
                 return RecordedUnpin(self._known(line, "unpin"))
+            case "end_session":
+                return RecordedSessionEnd(_session([*line.items("end_session"), ""]))
             case "reset":
                 return RecordedReset()
             case "step":
@@ -142,6 +146,7 @@ class _Reader:
             msg = f"The recording {self._path} is of version {version}; this Pagefold reads version {_VERSION}."
             raise TraceError(msg, remedy="Record it again.")
         max_num_seqs = line.whole("max_num_seqs", 1, MAX_BLOCKS)
+        threshold = "long_prefill_token_threshold"
         settings = RecordedSettings(
             num_blocks=line.whole("num_blocks", 1, MAX_BLOCKS),
             num_host_blocks=line.whole("num_host_blocks", 0, MAX_BLOCKS),
@@ -157,6 +162,10 @@ class _Reader:
             allow_streaming="allow_streaming" in line and line.flag("allow_streaming"),
             seals_blocks="seals_blocks" in line and line.flag("seals_blocks"),
             rules=tuple(_rule(each) for each in line.items("keeps")) or (KEEP_ALL,),
+            admission=line.one_of("admission", ADMISSION_RULES) if "admission" in line else "prompt",
+            max_num_partial_prefills=_places(line, "max_num_partial_prefills"),
+            max_long_partial_prefills=_places(line, "max_long_partial_prefills"),
+            long_prefill_token_threshold=line.whole(threshold, 0, MAX_TOKENS) if threshold in line else 0,
         )
         if settings.allow_streaming and not settings.num_host_blocks:
             msg = "it allows streaming, and has no host blocks"
@@ -187,7 +196,8 @@ class _Reader:
             deadline_s=line.number("deadline", -_FOREVER_S, _FOREVER_S) if "deadline" in line else None,
             priority=line.whole("priority", -_MOST, _MOST) if "priority" in line else 0,
             has_prompt_logprobs="prompt_logprobs" in line and line.flag("prompt_logprobs"),
-            returns="returns" in line and line.flag("returns"),
+            returns_in_s=_returns(line) if "returns" in line else None,
+            session=_session(line.items("session")) if "session" in line else None,
             pin=_pin(line) if "pin" in line else None,
             message_ends=line.wholes("message_ends", 1, num_prompt_tokens),
             has_stop_strings="stops" in line and line.flag("stops"),
@@ -220,6 +230,7 @@ class _Reader:
             damaged=line.wholes("damaged", 0, settings.num_host_blocks - 1),
             corrupted=line.wholes("corrupted", 0, _MOST),
             drafts=tuple(_drafts(each, len(self._adds)) for each in line.items("drafts")),
+            prefill_cap_tokens=line.whole("prefill_cap", 1, _MOST) if "prefill_cap" in line else NO_CAP,
         )
 
     def _end(self, line: Fields, recording: Recording) -> None:
@@ -259,6 +270,26 @@ def _rule(value: object) -> KeepRule:
         msg = f"its keeps has {sinks} sinks beside no window that slides"
         raise ValueError(msg)
     return KeepRule(None if window is None else Fields.as_whole("keeps", window, 1, MAX_TOKENS), is_chunked, sinks)
+
+
+def _places(line: Fields, name: str) -> int | None:
+    """Return how many prompts may be partly computed; None for any number."""
+    return line.whole(name, 1, MAX_BLOCKS) if name in line and line.get(name) is not None else None
+
+
+def _returns(line: Fields) -> float:
+    return 0.0 if line.get("returns") is True else line.number("returns", 0, _FOREVER_S)  # as it was told before
+
+
+def _session(digests: list[object]) -> SessionRef:
+    if len(digests) != len(SessionRef._fields) or not all(isinstance(digest, str) for digest in digests):
+        msg = "its session is no three digests"
+        raise ValueError(msg)
+    try:
+        return SessionRef(*(bytes.fromhex(str(digest)) for digest in digests))
+    except ValueError:
+        msg = "a digest of its session is no number in hexadecimal"
+        raise ValueError(msg) from None
 
 
 def _pin(line: Fields) -> tuple[float | None, float]:

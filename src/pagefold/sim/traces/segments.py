@@ -6,14 +6,14 @@ from array import array
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from pagefold.request import Request, StopRule
+from pagefold.request import Request, SessionRef, StopRule, session_ref
 from pagefold.sim.null_runner import hashed_token
 from pagefold.sim.traces.request import GREEDY_TO_LENGTH, TraceRequest
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-__all__ = ["GeneratedRequest", "Segment", "as_trace"]
+__all__ = ["GeneratedRequest", "Segment", "SessionTurn", "as_trace"]
 
 
 class Segment(NamedTuple):
@@ -32,21 +32,48 @@ class Segment(NamedTuple):
         return (hashed_token(self.seed, place) for place in range(self.num_tokens))
 
 
+class SessionTurn(NamedTuple):
+    """What one request is to its session.
+
+    Attributes:
+        session_id: as its client names it.
+        parent_session_id: of the agent that called this one; empty for none.
+        after: the name of the request that it waits for, which may be of another session; empty if it waits for nobody.
+        pause_s: seconds from the end of ``after`` to its arrival, or from the beginning of all.
+        returns_in_s: what its client says of the next one of the session; None for nothing.
+        is_last: its session ends with it.
+    """
+
+    session_id: str
+    parent_session_id: str = ""
+    after: str = ""
+    pause_s: float = 0.0
+    returns_in_s: float | None = None
+    is_last: bool = False
+
+    @property
+    def session(self) -> SessionRef | None:
+        """Its session, of a tenant without a name; None of who says nothing of sessions."""
+        return session_ref("", self.session_id, self.parent_session_id) if self.session_id else None
+
+
 @dataclass(frozen=True, slots=True)
 class GeneratedRequest:
     """One request of a generated workload.
 
     Attributes:
         name: the request's id.
-        arrival_s: when it comes.
+        arrival_s: when it comes; of one that waits for another, when it would come if answers took no time.
         segments: the segments of its prompt.
         answer: what the null runner will answer, to the token: a later prompt may hold it.
+        turn: what it is to its session; None if it has none.
     """
 
     name: str
     arrival_s: float
     segments: tuple[Segment, ...]
     answer: Segment
+    turn: SessionTurn | None = None
 
     @property
     def prompt_tokens(self) -> int:
@@ -59,7 +86,17 @@ class GeneratedRequest:
         for segment in self.segments:
             prompt.extend(segment.tokens())
         stop = StopRule(frozenset(), len(prompt) + self.answer.num_tokens)
-        return Request(self.name, prompt, GREEDY_TO_LENGTH, stop=stop, seed=self.answer.seed, arrival_s=self.arrival_s)
+        turn = self.turn
+        return Request(
+            self.name,
+            prompt,
+            GREEDY_TO_LENGTH,
+            stop=stop,
+            seed=self.answer.seed,
+            arrival_s=self.arrival_s,
+            session=None if turn is None else turn.session,
+            returns_in_s=None if turn is None else turn.returns_in_s,
+        )
 
 
 def as_trace(requests: Iterable[GeneratedRequest], tokens_per_id: int) -> tuple[TraceRequest, ...]:
