@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pagefold.engine.foresight import Foreseen
     from pagefold.engine.pins import PinReport
     from pagefold.memory.limit import Limit
-    from pagefold.request import Caller
+    from pagefold.request import Caller, EndedSession, SessionRef
     from pagefold.sampling import SamplingParams
     from pagefold.structured.grammar import Grammar
     from pagefold.structured.params import StructuredOutputsParams
@@ -115,12 +115,14 @@ class EngineThread:
 
     def ensure_ready(self) -> None:
         """See :class:`~pagefold.engine.client.EngineClient`."""
-        if self._failure is not None:
-            msg = f"The engine has failed: {self._failure}."
-            raise EngineStoppedError(msg, remedy="Restart the server.")
+        self._ensure_alive()
         if not self._takes_requests:
             msg = "The server is shutting down and takes no more requests."
             raise EngineStoppedError(msg, remedy="Try another replica, or again later.")
+
+    def _ensure_alive(self) -> None:
+        if self._failure is not None:
+            raise _stopped(self._failure)
 
     async def compile_grammar(self, params: StructuredOutputsParams) -> Grammar:
         """See :class:`~pagefold.engine.client.EngineClient`."""
@@ -151,6 +153,7 @@ class EngineThread:
 
         def add() -> None:
             try:
+                self._ensure_alive()
                 self._engine.add(request_id, prompt_token_ids, sampling, caller, grammar, together=with_whom)
             except Exception as error:  # noqa: BLE001 - whoever asked is told
                 failure = error  # Python forgets `error` where this clause ends
@@ -193,6 +196,10 @@ class EngineThread:
         """See :class:`~pagefold.engine.client.EngineClient`."""
         return await self._ask(lambda: self._engine.unpin(pin_id))
 
+    async def end_session(self, session: SessionRef) -> EndedSession | None:
+        """See :class:`~pagefold.engine.client.EngineClient`."""
+        return await self._ask(lambda: self._engine.end_session(session))
+
     def drain(self, timeout_s: float) -> bool:
         """Take no more requests, let those that are here finish, write what slow tiers are to keep, and stop. Blocks.
 
@@ -217,7 +224,7 @@ class EngineThread:
 
         def answer() -> None:
             if self._failure is not None:
-                error = EngineStoppedError(f"The engine has failed: {self._failure}.", remedy="Restart the server.")
+                error = _stopped(self._failure)
                 _call(loop, lambda: None if done.cancelled() else done.set_exception(error))
                 return
             try:
@@ -304,8 +311,7 @@ class EngineThread:
         self._must_stop = True
 
     def _fail_all(self, error: Exception) -> None:
-        msg = f"The engine has failed: {error}."
-        stopped = EngineStoppedError(msg, remedy="Restart the server.")
+        stopped = _stopped(error)
         while True:
             for stream in self._streams.values():
                 _call(stream.loop, lambda stream=stream: stream.deltas.put_nowait(stopped))  # type: ignore[misc]
@@ -313,6 +319,10 @@ class EngineThread:
             if self._must_stop or (self._is_draining and self._commands.empty()):
                 return
             self._commands.get()()  # requests that were queued meanwhile learn it too
+
+
+def _stopped(failure: Exception) -> EngineStoppedError:
+    return EngineStoppedError(f"The engine has failed: {failure}.", remedy="Restart the server.")
 
 
 def _look_up() -> None:

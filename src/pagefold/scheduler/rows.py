@@ -140,8 +140,6 @@ class RowPlanner:
                 prompt_budget -= num_tokens
                 step.num_prefill_rows += 1
                 step.num_prefill_tokens += num_tokens
-                if end < len(token_ids):
-                    step.leaves_prompts = True
                 step.num_recomputed_tokens += max(0, min(end, request.max_computed_tokens) - start)
             if end // block_size > cache.num_published and cache.tail is not None and not num_drafts:
                 self._promise(step, request, end)

@@ -50,7 +50,6 @@ class StepInFlight:
         num_prefill_tokens, num_recomputed_tokens: of prompts, and of what had been computed before.
         num_prefill_rows: rows that compute those.
         prefill_cap_tokens: how many of them it was allowed to compute.
-        leaves_prompts: whether a part of a prompt that was let in had to be left to the next step.
         waits_for: what those wait for whom it has not let in; None where nobody does.
     """
 
@@ -60,7 +59,6 @@ class StepInFlight:
         "is_ahead",
         "joins",
         "late",
-        "leaves_prompts",
         "now",
         "num_admitted",
         "num_leaving",
@@ -93,7 +91,6 @@ class StepInFlight:
         self.num_prefill_tokens = 0
         self.num_prefill_rows = 0
         self.prefill_cap_tokens = NO_CAP
-        self.leaves_prompts = False
         self.num_recomputed_tokens = 0
         self.waits_for: WaitCause | None = None
 
