@@ -76,6 +76,18 @@ def test_what_is_in_range_is_taken(setting):
         ({"max_num_seqs": 0}, "max_num_seqs is 0"),
         ({"priority_aging_s": 0.0}, "priority_aging_s is 0.0"),
         ({"priority_aging_s": float("inf")}, "priority_aging_s is inf"),
+        ({"admission": "hope"}, "admission is 'hope'"),
+        ({"max_num_partial_prefills": 0}, "max_num_partial_prefills is 0. It must be at least 1, or left out"),
+        ({"long_prefill_token_threshold": -1}, "long_prefill_token_threshold is -1. It must be at least 1, or 0"),
+        (
+            {"long_prefill_token_threshold": 600, "max_model_len": 512},
+            r"long_prefill_token_threshold is 600. It must be at most max_model_len \(512\)",
+        ),
+        ({"max_long_partial_prefills": 2}, "no prompt is long: long_prefill_token_threshold is 0"),
+        (
+            {"max_long_partial_prefills": 2, "max_num_partial_prefills": 1, "long_prefill_token_threshold": 9},
+            r"max_long_partial_prefills is 2. It must be at least 1 and at most max_num_partial_prefills \(1\)",
+        ),
         ({"max_num_batched_tokens": 127}, r"max_num_batched_tokens is 127. It must be at least max_num_seqs \(128\)"),
     ],
     ids=str,
