@@ -299,7 +299,8 @@ class RequestAdded:
         namespace: of its blocks.
         arrival_s, deadline_s, priority: as in ``Request``.
         has_prompt_logprobs: whether all of the prompt is computed, though the cache may hold some of it.
-        returns: whether a request that goes on from it is expected.
+        returns_in_s: in so many seconds from its end a request that goes on from it is expected; None for unknown.
+        session: digests of its tenant, its session, and the parent of that (empty for none); None for no session.
         pin: if it only warms the cache and pins what it computed: (seconds until the pin expires, priority).
         message_ends: positions behind the messages of its prompt.
         has_stop_strings: whether a text may end it.
@@ -315,11 +316,12 @@ class RequestAdded:
     deadline_s: float | None
     priority: int
     has_prompt_logprobs: bool
-    returns: bool
+    returns_in_s: float | None
     pin: tuple[float | None, float] | None
     message_ends: Sequence[int] = ()
     has_stop_strings: bool = False
     has_beams: bool = False
+    session: tuple[bytes, bytes, bytes] | None = None
 
 
 RefusalReason: TypeAlias = Literal["ttft_target"]

@@ -27,7 +27,8 @@ from pagefold.kv import (
     audit,
     make_policy,
 )
-from pagefold.kv.block import Block, BlockId, Node, PackedChunk
+from pagefold.kv.block import NOBODY, Block, BlockId, Node, PackedChunk
+from pagefold.kv.expectations import ExpectedPath
 from pagefold.kv.held_block import HeldBlock, HeldChunk
 from pagefold.kv.keep import NO_MASK, KeepRule
 from pagefold.kv.keep_rules import KeepRules
@@ -610,6 +611,31 @@ def candidates_but_no_victim(world: World) -> None:
     world.core.policy._idle._heap.clear()
 
 
+def expected_path_that_has_left(world: World) -> None:
+    path = ExpectedPath(world)
+    world.core.blocks.expectations.put(path, Node(b"x", world.cached.parent, (), 0))
+
+
+def expected_path_that_ends_elsewhere(world: World) -> None:
+    path = ExpectedPath(world)
+    world.core.blocks.expectations.put(path, world.cached)
+    path.tail = world.cached.parent
+
+
+def superseded_and_not_counted(world: World) -> None:
+    world.node(world.cache, 0).claim = NOBODY
+
+
+def superseded_and_kept(world: World) -> None:
+    world.cached.claim = NOBODY
+    world.core.blocks.expectations.num_superseded += 1
+
+
+def expected_and_not_kept(world: World) -> None:
+    world.core.blocks.expectations._at[world.cached] = [path := ExpectedPath(world)]
+    path.tail = world.cached
+
+
 def too_many_remembered(world: World) -> None:
     world.core.slow = SlowTiers(world.host, "write_through", Arbiter(1, 4, compute_s_per_token=1.0))
     world.core.slow.writes._early.extend([world.held] * 9)
@@ -755,6 +781,11 @@ CORRUPTIONS: list[tuple[Callable[[World], None], str]] = [
     (pinned_blocks_of_a_mask_miscounted, "and Counter({0: 2}) are pinned"),
     (pins_beyond_their_quota, "pins.num_blocks=2, 2 are pinned"),
     (cached_pinned_blocks_miscounted, "core.pool.num_pinned=1 but 0 cached blocks are"),
+    (expected_path_that_has_left, "ends at what is not in the tree"),
+    (expected_path_that_ends_elsewhere, "1: no path ends there that says so"),
+    (superseded_and_not_counted, "expectations.num_superseded=0, 1 nodes are"),
+    (superseded_and_kept, "1 superseded leaves, others go first"),
+    (expected_and_not_kept, "1 ends of expected paths, others are kept"),
     (candidate_missing, "policy offers 1 nodes, 2 are evictable"),
     (candidate_too_many, "policy offers 3 nodes, 2 are evictable"),
     (candidates_but_no_victim, "no victim among its candidates"),

@@ -178,7 +178,7 @@ def test_logprobs_of_a_prompt() -> None:
     house.ask(TEXT)
     tokens = array("i", TEXT)
     house.emit(
-        RequestAdded(("x",), (tokens,), 40, 41, NS, 0.0, None, 0, has_prompt_logprobs=True, returns=False, pin=None)
+        RequestAdded(("x",), (tokens,), 40, 41, NS, 0.0, None, 0, has_prompt_logprobs=True, returns_in_s=None, pin=None)
     )
     house.emit(PrefixLookup("x", 40, 0, after_preemption=False))
     assert house.causes("x") == [(0, 40, "prompt_logprobs")]

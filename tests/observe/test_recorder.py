@@ -18,7 +18,7 @@ def test_a_recording_that_cannot_keep_up_ends_instead_of_growing(tmp_path, monke
     monkeypatch.setattr(recorder_module, "_MAX_NAMESPACES", 5)
 
     def added(number: int, num_tokens: int) -> RequestAdded:
-        how = {"has_prompt_logprobs": False, "returns": False, "pin": None}
+        how = {"has_prompt_logprobs": False, "returns_in_s": None, "pin": None}
         tokens = array("i", range(num_tokens))
         return RequestAdded((f"{number}",), (tokens,), num_tokens, 2 * num_tokens, b"%d" % number, 0.0, None, 0, **how)
 

@@ -50,7 +50,16 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from slow_growth import all_at_their_ends, has_room
 from until_seen import IN_FULL, until_seen
 
-from pagefold.events import DraftsVerified, Event, PinDropped, PrefixLookup, RequestPreempted, StepApplied, StepPlanned
+from pagefold.events import (
+    BlockEvicted,
+    DraftsVerified,
+    Event,
+    PinDropped,
+    PrefixLookup,
+    RequestPreempted,
+    StepApplied,
+    StepPlanned,
+)
 from pagefold.kv import (
     KEEP_ALL,
     NO_HOST,
@@ -66,7 +75,7 @@ from pagefold.kv import (
     audit,
     make_policy,
 )
-from pagefold.request import Request, RequestStatus, StopRule, WarmUp
+from pagefold.request import Request, RequestStatus, SessionRef, StopRule, WarmUp, session_ref
 from pagefold.sampling import SamplingParams
 from pagefold.scheduler import SCHEDULING_POLICIES, Guardrails, PrefillLimits, Scheduler, SchedulerLimits, Targets
 from pagefold.scheduler.prefill_limits import NO_PREFILL_LIMITS
@@ -132,6 +141,8 @@ class Setup:
     rules: tuple[KeepRule, ...] = (KEEP_ALL,)
     """Of the cache groups."""
     num_host_blocks: int = 0
+    sessions: bool = False
+    """Requests are of sessions: they go on, edit, call others and end; and no output is another for it."""
     """Of the host tier; 0 for none."""
     drafts: bool = False
     """Some of those that run have drafts, right and wrong ones."""
@@ -241,6 +252,7 @@ class Machine:
         self.looked_up: set[str] = set()
         self.extended: set[str] = set()  # have been given blocks for a step that did not come to pass
         self.num_added = 0
+        self.last_of: dict[int, Request] = {}  # of each session
         self.events: list[Event] = []
         self.now = 0.0
         self.computed_at_failure: dict[str, int] = {}  # tokens of who ran when the last step failed
@@ -269,6 +281,10 @@ class Machine:
         if which % 5 == 0:
             warm_up = WarmUp(pin=True, ttl_s=1.0 + num_new % 30 if num_new % 3 else None, retention_priority=own % 7)
             max_total = min(max_total, len(tokens) + 1)
+        session, returns_in_s = None, None
+        if self.setup.sessions and warm_up is None and own // 64 % 4:
+            tokens, session, returns_in_s = self._of_session(tokens, own // 256, num_new)
+            max_total = max(max_total, len(tokens) + 1)
         request_id = f"r{self.num_added}"
         self.num_added += 1
         num_samples = 1 + num_new // 50 % min(4, self.setup.max_num_seqs) if own // 16 % 3 == 0 else 1
@@ -289,6 +305,8 @@ class Machine:
                 warm_up=warm_up,
                 message_ends=tuple(range(1 + own % 7, len(tokens), 7)),
                 mask=mask,
+                session=session,
+                returns_in_s=returns_in_s,
             )
             for index in range(num_samples)
         ]
@@ -303,8 +321,30 @@ class Machine:
         for sample in samples:
             self.requests[sample.request_id] = sample
             self.expected[sample.request_id] = alone(sample)
+        if session is not None:
+            self.last_of[own // 256 % 6] = request
         self.scheduler.add(request)
         self._saw("added during a step", bool(self.flights))
+
+    def _of_session(self, tokens: list[int], which: int, how: int) -> tuple[list[int], SessionRef, float | None]:
+        """Return the prompt of a request of one of six sessions; three are of agents that the others have called."""
+        number = which % 6
+        before = self.last_of.get(number if how % 5 else number - 3)
+        if before is not None and how % 3:
+            self._saw("a session goes on")
+            num_kept = len(before.token_ids) if how % 4 else which // 6 % (len(before.token_ids) + 1)  # or it is edited
+            said = before.token_ids[:num_kept].tolist() + tokens[: 1 + how % 3]
+            tokens = said[: self.max_total_tokens - 2] or tokens
+        ref = session_ref("", f"s{number}", f"s{number - 3}" if number >= 3 else "")
+        return tokens, ref, (None, 0.0, 3.0)[how % 3]
+
+    def end_session(self, which: int) -> None:
+        """A client ends a session; some were never begun."""
+        ref = session_ref("", f"s{which % 7}")
+        ended = self.scheduler.end_session(ref)
+        self._saw("a session ended", ended is not None)
+        self._saw("a session ended while a request of it runs", ended is not None and ended.num_running > 0)
+        assert self.scheduler.end_session(ref) is None, "ended twice"
 
     def schedule(self) -> None:
         """Plan a step, and look at all of it."""
@@ -1136,6 +1176,10 @@ class Machine:
 
     def _on_event(self, event: Event) -> None:
         self.events.append(event)
+        if isinstance(event, BlockEvicted) and event.cause == "allocation":
+            self._saw("something superseded is evicted", event.rule == "superseded")
+            spared = None if event.rule == "superseded" else self.core.blocks.expectations.superseded()
+            assert spared is None, "evicted, while something superseded could go"
         if isinstance(event, RequestPreempted):
             assert not self.failed_extends[-1], "preempted, while pins alone keep a block"
 
@@ -1145,7 +1189,7 @@ class Machine:
 
 
 def loss_of(core: KVCore, request: Request) -> float:
-    """Return the tokens that a request would compute again for each block that it alone has, block by block."""
+    """Return the blocks that a request would compute again for each block that it alone has, block by block."""
     cache, num_computed = request.cache, request.num_computed_tokens
     own = [
         block_id
@@ -1163,7 +1207,8 @@ def loss_of(core: KVCore, request: Request) -> float:
     num_published = cache.num_published * BLOCK_SIZE if cache.has_path else 0
     lost = range(min(num_kept * BLOCK_SIZE, num_published, num_computed), num_computed)
     num_restored = sum(core.host.is_on and position < num_published for position in lost)
-    return (len(lost) - num_restored + num_restored * 0.01) / len(own) if own else float("inf")
+    num_lost = len(lost) - num_restored + num_restored * 0.01
+    return round(num_lost / BLOCK_SIZE / len(own)) if own else float("inf")
 
 
 def samples_of(plan: StepPlan, requests: list[Request]) -> list[Request]:
@@ -1190,6 +1235,7 @@ OPERATIONS: tuple[tuple[str, int, float], ...] = (
     ("corrupt_next", 1, 1),
     ("unpin", 1, 1),
     ("pass_time", 1, 3),
+    ("end_session", 1, 2),
 )
 """Name, number of arguments, how often."""
 
@@ -1209,6 +1255,7 @@ def random_setup(rng: Random, policy: str) -> Setup:
         seals=rng.random() < 0.3,
         has_culprits=rng.random() < 0.4,
         drafts=rng.random() < 0.5,
+        sessions=rng.random() < 0.5,
     )
 
 
@@ -1267,6 +1314,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         kind=st.sampled_from([{}, {"long_outputs": True}, {"seals": True}, {"long_outputs": True, "seals": True}]),
         has_culprits=st.booleans(),
         drafts=st.booleans(),
+        sessions=st.booleans(),
     )
     def start(  # noqa: PLR0917 - what is drawn
         self,
@@ -1279,10 +1327,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         *,
         has_culprits: bool,
         drafts: bool,
+        sessions: bool,
     ) -> None:
         """Begin with an empty pool."""
         setup = Setup(
-            num_blocks, *limits, policy, scheduling=scheduling, has_culprits=has_culprits, drafts=drafts, **kind
+            num_blocks,
+            *limits,
+            policy,
+            scheduling=scheduling,
+            has_culprits=has_culprits,
+            drafts=drafts,
+            sessions=sessions,
+            **kind,
         )
         setup = replace(setup, admission=load[0], prefills=load[1])
         self.machine = Machine(setup)
@@ -1338,6 +1394,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     def unpin(self, which: int) -> None:
         """See Machine."""
         self.machine.unpin(which)
+
+    @rule(which=ints)
+    def end_session(self, which: int) -> None:
+        """See Machine."""
+        self.machine.end_session(which)
 
     @rule(seconds=ints)
     def pass_time(self, seconds: int) -> None:
@@ -1499,6 +1560,10 @@ def test_what_is_worth_testing_happens() -> None:
         "some drafts accepted",
         "a copy waits for another step",
         "a sample cancelled",
+        "a session ended",
+        "a session ended while a request of it runs",
+        "a session goes on",
+        "something superseded is evicted",
         "a sample ended by itself",
         "added during a step",
         "ahead",
@@ -1530,7 +1595,6 @@ def test_what_is_worth_testing_happens() -> None:
         "forked inside a block",
         "joined at commit",
         "lean on a promise",
-        "loses least",
         "lost what was not sealed",
         "not ahead: a fork",
         "not ahead: a join",

@@ -54,6 +54,7 @@ EXPLAINED = "/v1/explain/{request_id}"
 ADVICE = "/v1/advice"
 WHATIF = "/v1/cache/whatif"
 STORED = "/v1/responses/{response_id}"
+SESSION = "/v1/sessions/{session_id}"
 ADMINS = ["/reset_prefix_cache", "/server_info", "/v1/dashboard", "/v1/cache/pins", "/v1/cache/pins/{pin_id}"]
 
 
@@ -154,7 +155,11 @@ def test_stored_responses_answer_as_described(short, description, method):
     assert send(short, description, STORED, GenerationMode.POSITIVE, 10, method=method)
 
 
-@pytest.mark.parametrize("path", [*POSTS, *GETS, *ADMINS, STORED, EXPLAINED, ADVICE, WHATIF])
+def test_ended_sessions_answer_as_described(short, description):
+    assert send(short, description, SESSION, GenerationMode.POSITIVE, 10, method="delete")
+
+
+@pytest.mark.parametrize("path", [*POSTS, *GETS, *ADMINS, STORED, SESSION, EXPLAINED, ADVICE, WHATIF])
 def test_other_methods_and_no_keys_are_refused(short, description, path):
     """As the description says which are open."""
     methods = list(description["paths"][path])
@@ -170,4 +175,4 @@ def test_other_methods_and_no_keys_are_refused(short, description, path):
 
 
 def test_every_route_is_here(description):
-    assert set(description["paths"]) == {*POSTS, *GETS, *ADMINS, STORED, EXPLAINED, ADVICE, WHATIF}
+    assert set(description["paths"]) == {*POSTS, *GETS, *ADMINS, STORED, SESSION, EXPLAINED, ADVICE, WHATIF}

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pagefold.engine.together import Together
     from pagefold.engine.token_stream import TokenStream
     from pagefold.memory.limit import Limit
-    from pagefold.request import Caller
+    from pagefold.request import Caller, EndedSession, SessionRef
     from pagefold.sampling import SamplingParams
     from pagefold.structured.grammar import Grammar
     from pagefold.structured.params import StructuredOutputsParams
@@ -110,6 +110,13 @@ class EngineClient(Protocol):
 
     async def unpin(self, pin_id: str) -> bool:
         """Take a pin away; its blocks stay cached. False if there is no such pin.
+
+        Raises:
+            EngineStoppedError: the engine takes no more commands.
+        """
+
+    async def end_session(self, session: SessionRef) -> EndedSession | None:
+        """End a session, with its sub-agents: its requests go on, its blocks go first. None if there is none.
 
         Raises:
             EngineStoppedError: the engine takes no more commands.

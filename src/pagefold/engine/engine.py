@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from pagefold.engine.together import Together
     from pagefold.kv.transfers import TierUse
     from pagefold.memory.capacity import Capacity
+    from pagefold.request import EndedSession, SessionRef
     from pagefold.sampling import SamplingParams
     from pagefold.scheduler import Scheduler, Tiering
     from pagefold.steps import Runner, StepPlan
@@ -202,6 +203,7 @@ class Engine:
         if speculation is not None and (speculation.is_off or sampling.use_beam_search):
             speculation = None
         to_match = matchers(sampling, grammar, self.limits.vocab_size, self.tokenizer)
+        session = caller.session
         samples = [
             Request(
                 sample_id,
@@ -218,6 +220,7 @@ class Engine:
                 sample_index=index,
                 warm_up=caller.warm_up,
                 returns_in_s=caller.returns_in_s,
+                session=session,
                 message_ends=ends,
                 speculation=speculation,
                 predicted=caller.predicted[: max_total - len(prompt_token_ids)],  # more of it cannot come
@@ -277,6 +280,10 @@ class Engine:
     def unpin(self, pin_id: str) -> bool:
         """Take a pin away; its blocks stay cached. False if there is no such pin."""
         return self.scheduler.core.pins.remove(pin_id) is not None
+
+    def end_session(self, session: SessionRef) -> EndedSession | None:
+        """End a session, with its sub-agents: its requests go on, its blocks go first. None if there is none."""
+        return self.scheduler.end_session(session)
 
     def idle(self) -> float:
         """Nothing runs: do what is due. Return the seconds until something will be; or inf.

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pagefold.engine.foresight import Foreseen
     from pagefold.engine.pins import PinReport
     from pagefold.memory.limit import Limit
-    from pagefold.request import Caller
+    from pagefold.request import Caller, EndedSession, SessionRef
     from pagefold.sampling import SamplingParams
     from pagefold.structured.grammar import Grammar
     from pagefold.structured.params import StructuredOutputsParams
@@ -195,6 +195,10 @@ class EngineThread:
     async def unpin(self, pin_id: str) -> bool:
         """See :class:`~pagefold.engine.client.EngineClient`."""
         return await self._ask(lambda: self._engine.unpin(pin_id))
+
+    async def end_session(self, session: SessionRef) -> EndedSession | None:
+        """See :class:`~pagefold.engine.client.EngineClient`."""
+        return await self._ask(lambda: self._engine.end_session(session))
 
     def drain(self, timeout_s: float) -> bool:
         """Take no more requests, let those that are here finish, write what slow tiers are to keep, and stop. Blocks.

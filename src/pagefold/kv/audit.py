@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from pagefold.kv.block import BlockState
+from pagefold.kv.block import NOBODY, BlockState
 from pagefold.kv.tree import TOKEN_BYTES
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ def audit(core: KVCore) -> None:
     _audit_lacking(core)
     _audit_pins(core)
     _audit_policy(core)
+    _audit_expectations(core)
     others = Counter(core.slow.pins())
     others.update(held.host_id for cache in core.caches for held in cache.cold)
     _audit_host(core.host, others)
@@ -342,6 +343,23 @@ def _audit_policy(core: KVCore) -> None:
     _check(candidates == evictable, f"policy offers {len(candidates)} nodes, {len(evictable)} are evictable")
     victim = core.blocks.expectations.victim(core.now_s)
     _check((victim is None) == (not candidates), "the policy finds no victim among its candidates")
+
+
+def _audit_expectations(core: KVCore) -> None:
+    expectations = core.blocks.expectations
+    nodes = set(core.tree.nodes())
+    ends = dict(expectations.ends())
+    for node, paths in ends.items():
+        _check(node in nodes, "an expected path ends at what is not in the tree")
+        _check(
+            bool(paths) and all(path.tail is node for path in paths), f"{node.depth}: no path ends there that says so"
+        )
+    num_superseded = sum(node.claim is NOBODY for node in nodes)
+    _check(num_superseded == expectations.num_superseded, f"{expectations.num_superseded=}, {num_superseded} nodes are")
+    first = {node for node in nodes if node.evictable and node.claim is NOBODY and node not in ends}
+    _check(set(expectations.superseded_leaves()) == first, f"{len(first)} superseded leaves, others go first")
+    last = {node for node in ends if node.evictable}
+    _check(set(expectations.expected_leaves()) == last, f"{len(last)} ends of expected paths, others are kept")
 
 
 def _host_ops(host: HostTier) -> list[HostOps]:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pagefold.events import EvictionRule
     from pagefold.kv.block import Node
     from pagefold.kv.eviction import EvictionPolicy
-    from pagefold.kv.forecast import Forecast
+    from pagefold.kv.pause_forecast import PauseForecast
 
 __all__ = ["Expectations", "ExpectedPath", "Victim"]
 
@@ -65,7 +65,7 @@ class ExpectedPath:
         self.owner = owner
         self.tail: Node | None = None
         self.due_s = float("inf")
-        self.forecast: Forecast | None = None
+        self.forecast: PauseForecast | None = None
         self.since_s = 0.0
         self.version = 0
 
@@ -112,7 +112,7 @@ class Expectations:
         path.forecast = None
         self._set_due(path, due_s)
 
-    def expect(self, path: ExpectedPath, forecast: Forecast, now_s: float) -> None:
+    def expect(self, path: ExpectedPath, forecast: PauseForecast, now_s: float) -> None:
         """Expect somebody to go on from ``path``, which nobody uses since ``now_s``, as ``forecast`` says."""
         path.forecast = forecast
         path.since_s = now_s
@@ -242,6 +242,14 @@ class Expectations:
         yield from self._superseded
         yield from self._expected
         yield from self._policy.candidates()
+
+    def superseded_leaves(self) -> Iterator[Node]:
+        """Yield the leaves that go before all others: for audits."""
+        return iter(self._superseded)
+
+    def expected_leaves(self) -> Iterator[Node]:
+        """Yield the evictable ends of expected paths: for audits."""
+        return iter(self._expected)
 
     def ends(self) -> Iterator[tuple[Node, list[ExpectedPath]]]:
         """Yield the last nodes of expected paths, with these: for audits."""

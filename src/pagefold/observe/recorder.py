@@ -35,6 +35,7 @@ from pagefold.events import (
     RequestCorrupted,
     RequestCut,
     RequestFinished,
+    SessionClosed,
     StepAbandoned,
     StepApplied,
     StepPlanned,
@@ -185,6 +186,8 @@ class TraceRecorder:
                 number = self._pins.pop(event.pin_id)
                 if event.cause in ("removed", "expired"):  # else it follows from what a step does
                     self._put({"unpin": number})
+            case SessionClosed():
+                self._put({"end_session": [event.tenant.hex(), event.session.hex()]})
             case CacheReset():
                 self._put({"reset": True})
             case _:
@@ -214,8 +217,7 @@ class TraceRecorder:
             line["priority"] = event.priority
         if event.has_prompt_logprobs:
             line["prompt_logprobs"] = True
-        if event.returns:
-            line["returns"] = True
+        line |= _of_session(event)
         if tuple(event.message_ends) != (event.num_prompt_tokens,):
             line["message_ends"] = list(event.message_ends)
         if event.pin is not None:
@@ -377,3 +379,13 @@ def _kept(rule: KeepRule) -> list[Any]:
     if rule.packs:  # which the simulator does not know yet, and says so
         return [rule.window, rule.is_chunked, rule.num_sinks, rule.num_before]
     return [rule.window, rule.is_chunked, *([rule.num_sinks] if rule.num_sinks else [])]
+
+
+def _of_session(event: RequestAdded) -> dict[str, Any]:
+    """Return what a line tells of the session of a request, and of when it goes on."""
+    told: dict[str, Any] = {}
+    if event.returns_in_s is not None:
+        told["returns"] = event.returns_in_s
+    if event.session is not None:
+        told["session"] = [digest.hex() for digest in event.session]
+    return told

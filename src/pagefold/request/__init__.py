@@ -2,7 +2,7 @@
 
 from pagefold.request.caller import ANYBODY, DEFAULT_RETENTION_PRIORITY, MAX_RETURNS_IN_S, Caller, WarmUp
 from pagefold.request.request import LEGAL_MOVES, FinishReason, Request, RequestStatus, StopRule
-from pagefold.request.session import MAX_SESSION_ID, SessionRef, session_ref
+from pagefold.request.session import MAX_SESSION_ID, EndedSession, SessionRef, session_ref
 from pagefold.request.times import RequestTimes
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "MAX_RETURNS_IN_S",
     "MAX_SESSION_ID",
     "Caller",
+    "EndedSession",
     "FinishReason",
     "Request",
     "RequestStatus",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pagefold.errors import InvalidRequestError
+from pagefold.request.session import MAX_SESSION_ID, SessionRef, session_ref
 from pagefold.sampling import out_of_range
 from pagefold.speculation.params import SpeculativeParams  # noqa: TC001 - of a dataclass
 from pagefold.typecheck import wrong_type
@@ -60,6 +61,8 @@ class Caller:
         priority: the smaller, the sooner it is served, with a scheduling policy that looks at it.
         warm_up: of a request that only warms the cache; None for all others.
         returns_in_s: in so many seconds from its end the conversation is expected to go on; None for nobody knows.
+        session_id: the tenant's name for the row of requests that this one goes on with; empty for none.
+        parent_session_id: of the session whose agent has called this one's; empty for none.
         tier_offset: added to ``priority``, but only with such a policy.
         speculation: who drafts for the request; None for who drafts for all.
         predicted: tokens that are expected in the output, for who drafts.
@@ -72,6 +75,8 @@ class Caller:
     priority: int = 0
     warm_up: WarmUp | None = None
     returns_in_s: float | None = None
+    session_id: str = ""
+    parent_session_id: str = ""
     tier_offset: int = 0
     speculation: SpeculativeParams | None = None
     predicted: tuple[int, ...] = ()
@@ -81,6 +86,23 @@ class Caller:
     def __post_init__(self) -> None:
         if self.returns_in_s is not None and not 0.0 <= self.returns_in_s <= MAX_RETURNS_IN_S:
             raise out_of_range("returns_in_s", self.returns_in_s, f"between 0 and {MAX_RETURNS_IN_S} seconds, a day")
+        for field in ("session_id", "parent_session_id"):
+            num_characters = len(getattr(self, field))
+            if num_characters > MAX_SESSION_ID:
+                raise out_of_range(field, f"{num_characters} characters long", f"at most {MAX_SESSION_ID}")
+        if self.parent_session_id and self.parent_session_id == self.session_id:
+            msg = "parent_session_id is the session itself."
+            raise InvalidRequestError(msg, param="parent_session_id", remedy="Name the session that called this one.")
+        if self.parent_session_id and not self.session_id:
+            msg = "There is a parent_session_id, and no session_id."
+            raise InvalidRequestError(msg, param="parent_session_id", remedy="Send a session_id too, or leave it out.")
+
+    @property
+    def session(self) -> SessionRef | None:
+        """Its session, as the scheduler knows it; None for none."""
+        if not self.session_id:
+            return None
+        return session_ref(self.tenant, self.session_id, self.parent_session_id)
 
 
 ANYBODY = Caller()

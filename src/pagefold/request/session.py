@@ -5,7 +5,7 @@ from __future__ import annotations
 from hashlib import blake2b
 from typing import NamedTuple
 
-__all__ = ["MAX_SESSION_ID", "SessionRef", "session_ref"]
+__all__ = ["MAX_SESSION_ID", "EndedSession", "SessionRef", "session_ref"]
 
 MAX_SESSION_ID = 256
 """Characters of a session's id, at most."""
@@ -25,6 +25,20 @@ class SessionRef(NamedTuple):
     tenant: bytes
     session: bytes
     parent: bytes = b""
+
+
+class EndedSession(NamedTuple):
+    """What ended with a session.
+
+    Attributes:
+        num_sessions: itself and its sub-agents.
+        num_blocks: blocks that lost their value by it.
+        num_running: requests of theirs that are still there; what they have loses its value when they end.
+    """
+
+    num_sessions: int
+    num_blocks: int
+    num_running: int
 
 
 def session_ref(tenant: str, session_id: str, parent_session_id: str = "") -> SessionRef:

@@ -7,7 +7,7 @@ other sessions did fills the gaps.
 
 from __future__ import annotations
 
-from pagefold.kv.forecast import Forecast, range_of
+from pagefold.kv.pause_forecast import NUM_RANGES, PauseForecast, range_of
 
 __all__ = ["Pauses", "forecast_of"]
 
@@ -40,12 +40,12 @@ class Pauses:
         weights = {at: left for at, weight in self.weights.items() if (left := weight * self._fade) > _LEAST_WEIGHT}
         center = range_of(pause_s)
         for offset, share in _BLUR:
-            at = max(0, center + offset)
+            at = min(NUM_RANGES - 1, max(0, center + offset))
             weights[at] = weights.get(at, 0.0) + share
         self.weights = weights
 
 
-def forecast_of(own: Pauses, others: Pauses) -> Forecast:
+def forecast_of(own: Pauses, others: Pauses) -> PauseForecast:
     """Return what is expected of the next pause of a session.
 
     Args:
@@ -57,4 +57,4 @@ def forecast_of(own: Pauses, others: Pauses) -> Forecast:
     weights = dict(own.weights)
     for at, weight in base.items():
         weights[at] = weights.get(at, 0.0) + weight * scale
-    return Forecast(weights)
+    return PauseForecast(weights)

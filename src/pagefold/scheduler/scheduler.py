@@ -69,10 +69,9 @@ if TYPE_CHECKING:
     from collections import deque
 
     from pagefold.kv import KVCore
-    from pagefold.request import SessionRef
+    from pagefold.request import EndedSession, SessionRef
     from pagefold.scheduler.limits import SchedulerLimits
     from pagefold.scheduler.policy import SchedulingPolicy
-    from pagefold.scheduler.sessions import EndedSession
 
 __all__ = ["Scheduler"]
 

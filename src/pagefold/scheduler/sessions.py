@@ -26,8 +26,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from pagefold.events import Emit, PathSuperseded, SessionClosed
 from pagefold.kv.expectations import ExpectedPath
-from pagefold.kv.forecast import said
+from pagefold.kv.pause_forecast import said
 from pagefold.kv.tree import TOKEN_BYTES
+from pagefold.request import EndedSession
 from pagefold.scheduler.pauses import Pauses, forecast_of
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from pagefold.kv.block import Node
     from pagefold.request import FinishReason, Request, SessionRef
 
-__all__ = ["MAX_SESSIONS_PER_TENANT", "EndedSession", "SessionCounts", "Sessions"]
+__all__ = ["MAX_SESSIONS_PER_TENANT", "SessionCounts", "Sessions"]
 
 MAX_SESSIONS_PER_TENANT = 4096
 """How many sessions of one tenant are remembered. Where there are more, the one that was idle longest is forgotten."""
@@ -48,20 +49,6 @@ _MOST_PATHS = 64
 
 _LOOKED_AT = 8
 _OWN_FADE, _TENANT_FADE = 0.45, 0.99
-
-
-class EndedSession(NamedTuple):
-    """What ended with a session.
-
-    Attributes:
-        num_sessions: itself and its sub-agents.
-        num_blocks: blocks that lost their value by it.
-        num_running: requests of theirs that are still there; what they have loses its value when they end.
-    """
-
-    num_sessions: int
-    num_blocks: int
-    num_running: int
 
 
 class SessionCounts(NamedTuple):

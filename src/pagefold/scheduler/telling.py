@@ -29,11 +29,12 @@ def tell_added(emit: Emit, request: Request) -> None:
             request.deadline_s,
             request.priority,
             has_prompt_logprobs=request.sampling.prompt_logprobs is not None,
-            returns=request.returns_in_s is not None,
+            returns_in_s=request.returns_in_s,
             pin=(warm_up.ttl_s, warm_up.retention_priority) if warm_up is not None and warm_up.pin else None,
             message_ends=request.message_ends,
             has_stop_strings=bool(request.sampling.stop),
             has_beams=request.beams is not None,
+            session=request.session,
         )
     )
 

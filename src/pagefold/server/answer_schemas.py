@@ -315,6 +315,23 @@ class Unpinned(BaseModel):
     deleted: Literal[True]
 
 
+class DeletedSession(BaseModel):
+    """The answer of ``DELETE /v1/sessions/{session_id}``.
+
+    Attributes:
+        num_sessions: how many ended: itself, and those of its sub-agents.
+        num_blocks: blocks that lost their value by it.
+        num_running: requests of theirs that go on; what they have loses its value when they end.
+    """
+
+    id: str
+    object: Literal["session"]
+    deleted: Literal[True]
+    num_sessions: int = Field(ge=1)
+    num_blocks: int = Field(ge=0)
+    num_running: int = Field(ge=0)
+
+
 class _ToldDifference(BaseModel):
     token: int = Field(ge=0)
     nearest: str

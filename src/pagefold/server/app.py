@@ -31,6 +31,7 @@ from pagefold.server.probes import probe_routes
 from pagefold.server.request_log import RequestLog
 from pagefold.server.responses import ResponseStore, response_routes
 from pagefold.server.served import Served
+from pagefold.server.sessions import session_routes
 from pagefold.server.tokenize import tokenize_routes
 from pagefold.server.tracing import TraceRequests
 from pagefold.server.warming import Warmer, tenants_of
@@ -101,6 +102,7 @@ def create_app(  # noqa: PLR0913 - the parts that it puts together, by name
     app.include_router(response_routes(served, responses, diagnoses))
     app.include_router(message_routes(served, diagnoses))
     app.include_router(tokenize_routes(served))
+    app.include_router(session_routes(served))
     app.include_router(cache_routes(Warmer(served, tenants_of(config))))
     app.include_router(explain_routes(served, explanations, advices, config))
     app.include_router(whatif_routes(ledger, config))

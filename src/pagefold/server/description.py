@@ -136,6 +136,7 @@ _OF_ONE: dict[tuple[str, str], tuple[int, ...]] = {
     ("get", "/v1/cache/whatif"): (404,),
     ("get", "/v1/responses/{response_id}"): (400, 404),
     ("delete", "/v1/responses/{response_id}"): (404,),
+    ("delete", "/v1/sessions/{session_id}"): (404,),
     ("get", "/v1/advice"): (404,),
     ("post", "/v1/explain"): (404,),
     ("get", "/v1/explain"): (400, 404),

@@ -39,6 +39,7 @@ __all__ = [
     "NoCurveError",
     "PreviousResponseError",
     "ResponseNotFoundError",
+    "SessionNotFoundError",
     "Shown",
     "UnknownModelError",
     "add_error_handlers",
@@ -73,6 +74,10 @@ class ExplanationNotFoundError(PagefoldError):
 
 class ExplainOffError(PagefoldError):
     """This server does not remember why."""
+
+
+class SessionNotFoundError(PagefoldError):
+    """There is no such session of who asks, or it has ended."""
 
 
 class NoCurveError(PagefoldError):
@@ -111,6 +116,7 @@ _FORMS: dict[type[Exception], _Form] = {
     ResponseNotFoundError: _Form(404, "invalid_request_error", "response_not_found"),
     ExplainOffError: _Form(404, "invalid_request_error", "explain_off"),
     ExplanationNotFoundError: _Form(404, "invalid_request_error", "request_not_found"),
+    SessionNotFoundError: _Form(404, "invalid_request_error", "session_not_found"),
     NoCurveError: _Form(404, "invalid_request_error", "no_curve"),
     EngineStoppedError: _Form(503, "service_unavailable_error", "engine_unavailable"),
     PinQuotaError: _Form(409, "invalid_request_error", "pin_quota_exceeded"),

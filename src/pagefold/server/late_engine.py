@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pagefold.engine.together import Together
     from pagefold.engine.token_stream import TokenStream
     from pagefold.memory.limit import Limit
-    from pagefold.request import Caller
+    from pagefold.request import Caller, EndedSession, SessionRef
     from pagefold.sampling import SamplingParams
     from pagefold.structured.grammar import Grammar
     from pagefold.structured.params import StructuredOutputsParams
@@ -104,6 +104,10 @@ class LateEngine:
     async def unpin(self, pin_id: str) -> bool:
         """See :class:`~pagefold.engine.client.EngineClient`."""
         return await self._arrived().unpin(pin_id)
+
+    async def end_session(self, session: SessionRef) -> EndedSession | None:
+        """See :class:`~pagefold.engine.client.EngineClient`."""
+        return await self._arrived().end_session(session)
 
     def status(self) -> EngineStatus:
         """See :class:`~pagefold.engine.client.EngineClient`."""

@@ -25,7 +25,7 @@ from pydantic import (
 from pagefold.beams import EarlyStopping
 from pagefold.config import MAX_PRIORITY, Account
 from pagefold.errors import InvalidRequestError
-from pagefold.request import MAX_RETURNS_IN_S, Caller
+from pagefold.request import MAX_RETURNS_IN_S, MAX_SESSION_ID, Caller
 from pagefold.sampling import MAX_BAD_WORDS, MAX_LOGPROBS, SamplingParams
 from pagefold.server.ignored import Body
 from pagefold.server.speculative_fields import SpeculativeConfig  # noqa: TC001 - pydantic reads it
@@ -183,6 +183,8 @@ class CachedRequest(RequestBody):
             customer class, else 0, if it is not there.
         returns_in_s: so many seconds after its end the client expects to go on from it. Its blocks are worth keeping,
             and what only slow tiers have of them by then is brought before.
+        session_id: the client's name for the row of requests that this one goes on with: an agent's session.
+        parent_session_id: that of the session whose agent has called this one's.
         kv_keep: which share of its older tokens is kept, of those that the server was started with; 1 for all.
         kv_quality: the same by name: ``exact``, or another kind of blocks that the server offers.
     """
@@ -190,6 +192,8 @@ class CachedRequest(RequestBody):
     cache_salt: Annotated[Text | None, Field(min_length=1, max_length=MAX_SALT_CHARACTERS)] = None
     priority: Annotated[StrictInt | None, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = None
     returns_in_s: Annotated[StrictFloat | None, stated(minimum=0, maximum=MAX_RETURNS_IN_S)] = None
+    session_id: Annotated[Text | None, Field(min_length=1, max_length=MAX_SESSION_ID)] = None
+    parent_session_id: Annotated[Text | None, Field(min_length=1, max_length=MAX_SESSION_ID)] = None
     kv_keep: Annotated[StrictFloat | None, stated(exclusiveMinimum=0, maximum=1)] = None
     kv_quality: Annotated[Text | None, Field(min_length=1, max_length=MAX_KIND_CHARACTERS)] = None
 
@@ -202,6 +206,8 @@ class CachedRequest(RequestBody):
             cache_salt=self.cache_salt or "",
             priority=priority,
             returns_in_s=self.returns_in_s,
+            session_id=self.session_id or "",
+            parent_session_id=self.parent_session_id or "",
             kv_keep=self.kv_keep if asks else account.kv_keep,
             kv_quality=self.kv_quality or "",
         )

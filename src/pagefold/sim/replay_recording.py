@@ -31,6 +31,7 @@ from pagefold.sim.traces.recording import (
     RecordedAdd,
     RecordedCut,
     RecordedReset,
+    RecordedSessionEnd,
     RecordedStep,
     RecordedUnpin,
     Recording,
@@ -159,10 +160,8 @@ class _Replayer:
                     self._scheduler.add(self._request(each))
                 case RecordedCut():
                     in_step.append(each) if each.is_in_step else self._finish(each)
-                case RecordedUnpin():
-                    self._core.pins.remove(_name(each.number))
-                case RecordedReset():
-                    self._core.forgetting.reset()
+                case RecordedUnpin() | RecordedSessionEnd() | RecordedReset():
+                    self._release(each)
                 case RecordedStep():
                     num_steps += 1
                     difference = self._step(each, in_step)
@@ -185,6 +184,16 @@ class _Replayer:
             num_equal_steps=num_equal,
             first_difference=difference,
         )
+
+    def _release(self, recorded: RecordedUnpin | RecordedSessionEnd | RecordedReset) -> None:
+        """Let what was cached lose what kept it, as somebody asked."""
+        match recorded:
+            case RecordedUnpin():
+                self._core.pins.remove(_name(recorded.number))
+            case RecordedSessionEnd():
+                self._scheduler.end_session(recorded.session)
+            case RecordedReset():
+                self._core.forgetting.reset()
 
     def _step(self, recorded: RecordedStep, in_step: list[RecordedCut]) -> str:
         """Run a step; return what was other than recorded, if anything."""
@@ -281,7 +290,8 @@ class _Replayer:
                 parent_id=_name(add.number),
                 sample_index=number - add.number,
                 warm_up=pin,
-                returns_in_s=0.0 if add.returns else None,  # when, is of no concern without slow tiers
+                returns_in_s=add.returns_in_s,
+                session=add.session,
                 message_ends=add.message_ends,
             )
             for number in range(add.number, add.number + add.num_samples)

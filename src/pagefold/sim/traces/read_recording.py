@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from pagefold.errors import TraceError
 from pagefold.kv.keep import KEEP_ALL, KeepRule
 from pagefold.kv.policies import POLICIES
+from pagefold.request import SessionRef
 from pagefold.scheduler import ADMISSION_RULES, SCHEDULING_POLICIES
 from pagefold.scheduler.guardrails import NO_CAP
 from pagefold.sim.size_limits import MAX_BLOCKS, MAX_TOKENS
@@ -21,6 +22,7 @@ from pagefold.sim.traces.recording import (
     RecordedAdd,
     RecordedCut,
     RecordedReset,
+    RecordedSessionEnd,
     RecordedSettings,
     RecordedStep,
     RecordedUnpin,
@@ -128,6 +130,8 @@ class _Reader:
                 return RecordedCut(self._known(line, "cut"), line.flag("in_step"))
             case "unpin":
                 return RecordedUnpin(self._known(line, "unpin"))
+            case "end_session":
+                return RecordedSessionEnd(_session([*line.items("end_session"), ""]))
             case "reset":
                 return RecordedReset()
             case "step":
@@ -192,7 +196,8 @@ class _Reader:
             deadline_s=line.number("deadline", -_FOREVER_S, _FOREVER_S) if "deadline" in line else None,
             priority=line.whole("priority", -_MOST, _MOST) if "priority" in line else 0,
             has_prompt_logprobs="prompt_logprobs" in line and line.flag("prompt_logprobs"),
-            returns="returns" in line and line.flag("returns"),
+            returns_in_s=_returns(line) if "returns" in line else None,
+            session=_session(line.items("session")) if "session" in line else None,
             pin=_pin(line) if "pin" in line else None,
             message_ends=line.wholes("message_ends", 1, num_prompt_tokens),
             has_stop_strings="stops" in line and line.flag("stops"),
@@ -268,6 +273,21 @@ def _rule(value: object) -> KeepRule:
 def _places(line: Fields, name: str) -> int | None:
     """Return how many prompts may be partly computed; None for any number."""
     return line.whole(name, 1, MAX_BLOCKS) if name in line and line.get(name) is not None else None
+
+
+def _returns(line: Fields) -> float:
+    return 0.0 if line.get("returns") is True else line.number("returns", 0, _FOREVER_S)  # as it was told before
+
+
+def _session(digests: list[object]) -> SessionRef:
+    if len(digests) != len(SessionRef._fields) or not all(isinstance(digest, str) for digest in digests):
+        msg = "its session is no three digests"
+        raise ValueError(msg)
+    try:
+        return SessionRef(*(bytes.fromhex(str(digest)) for digest in digests))
+    except ValueError:
+        msg = "a digest of its session is no number in hexadecimal"
+        raise ValueError(msg) from None
 
 
 def _pin(line: Fields) -> tuple[float | None, float]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from pagefold.errors import TraceError
 from pagefold.kv.keep import KEEP_ALL, KeepRule
-from pagefold.request import Request, StopRule
+from pagefold.request import Request, SessionRef, StopRule
 from pagefold.scheduler.guardrails import NO_CAP
 from pagefold.sim.traces.request import GREEDY_TO_LENGTH, Trace, TraceRequest
 from pagefold.sim.traces.tokens import name_blocks
@@ -22,6 +22,7 @@ __all__ = [
     "RecordedCut",
     "RecordedRequest",
     "RecordedReset",
+    "RecordedSessionEnd",
     "RecordedSettings",
     "RecordedStep",
     "RecordedUnpin",
@@ -70,7 +71,8 @@ class RecordedAdd:
         namespace: of its blocks: a number.
         arrival_s, deadline_s, priority: as in ``Request``.
         has_prompt_logprobs: whether all of the prompt is computed, whatever the cache holds.
-        returns: whether a request that goes on from it was expected.
+        returns_in_s: in so many seconds from its end a request that goes on from it was expected; None for unknown.
+        session: the session that it belongs to; None for none.
         pin: (seconds until it expires, priority) of the pin that it makes; None for no pin.
         message_ends: positions behind the messages of its prompt; empty where nothing is known of messages.
         has_stop_strings: whether a text may end it.
@@ -86,7 +88,8 @@ class RecordedAdd:
     deadline_s: float | None = None
     priority: int = 0
     has_prompt_logprobs: bool = False
-    returns: bool = False
+    returns_in_s: float | None = None
+    session: SessionRef | None = None
     pin: tuple[float | None, float] | None = None
     message_ends: tuple[int, ...] = ()
     has_stop_strings: bool = False
@@ -104,6 +107,12 @@ class RecordedUnpin(NamedTuple):
     """The pin of a request was taken away, or expired."""
 
     number: int
+
+
+class RecordedSessionEnd(NamedTuple):
+    """A session was ended by its client."""
+
+    session: SessionRef
 
 
 class RecordedReset(NamedTuple):
@@ -155,6 +164,7 @@ class RecordedRequest:
         namespace: of its blocks: a number.
         num_prompt_tokens: how many of ``tokens`` are the prompt.
         tokens: hashes of prompt and output.
+        returns_in_s, session: as in :class:`RecordedAdd`.
     """
 
     number: int
@@ -162,6 +172,8 @@ class RecordedRequest:
     namespace: int
     num_prompt_tokens: int
     tokens: array[int]
+    returns_in_s: float | None = None
+    session: SessionRef | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -178,10 +190,12 @@ class RecordedRequest:
             namespace=str(self.namespace).encode(),
             seed=self.number,
             arrival_s=self.arrival_s,
+            returns_in_s=self.returns_in_s,
+            session=self.session,
         )
 
 
-Recorded: TypeAlias = RecordedAdd | RecordedCut | RecordedUnpin | RecordedReset | RecordedStep
+Recorded: TypeAlias = RecordedAdd | RecordedCut | RecordedUnpin | RecordedSessionEnd | RecordedReset | RecordedStep
 
 
 @dataclass(slots=True)
@@ -214,7 +228,15 @@ class Recording:
         """Return every sample, in order of arrival."""
         began_s = min((add.arrival_s for add in self.adds()), default=0.0)
         return [
-            RecordedRequest(number, add.arrival_s - began_s, add.namespace, add.num_prompt_tokens, self.tokens[number])
+            RecordedRequest(
+                number,
+                add.arrival_s - began_s,
+                add.namespace,
+                add.num_prompt_tokens,
+                self.tokens[number],
+                add.returns_in_s,
+                add.session,
+            )
             for add in self.adds()
             for number in range(add.number, add.number + add.num_samples)
         ]

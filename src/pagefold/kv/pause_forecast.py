@@ -1,4 +1,4 @@
-"""Forecast: how long a pause will be, as far as pauses before it tell; and what keeping blocks through it is worth.
+"""PauseForecast: how long a pause will be, as far as pauses before it tell; and what keeping blocks through it is worth.
 
 Pauses are counted in ranges of equal ratio, since tools take a second or a minute. What a path is worth while its
 session pauses is its Gittins index: of all times until which it might be kept, the best ratio of how likely the session
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["NUM_RANGES", "Forecast", "range_of", "said"]
+__all__ = ["NUM_RANGES", "PauseForecast", "range_of", "said"]
 
 _LEAST_S = 0.25
 _PER_OCTAVE = 4
@@ -35,6 +35,7 @@ _LOOK_AGAIN = 1.3
 _SAID_RIGHTLY, _LATER = 0.85, 3
 _LATE_RANGES = 2 * _PER_OCTAVE
 _LATE_S = 1.0
+_SOONEST_S = 0.05
 
 
 def range_of(pause_s: float) -> int:
@@ -44,7 +45,7 @@ def range_of(pause_s: float) -> int:
     return min(NUM_RANGES - 1, 1 + int(log2(pause_s / _LEAST_S) * _PER_OCTAVE))
 
 
-class Forecast:
+class PauseForecast:
     """How likely a pause is to end in each range of times.
 
     Args:
@@ -69,8 +70,8 @@ class Forecast:
         left = _NEVER
         ahead: list[tuple[float, float]] = []
         for at, weight in self._ranges:
-            if at == self._said and self._said_s is not None and age_s < self._said_s:
-                ahead.append((self._said_s - age_s, weight))
+            if at == self._said and self._said_s is not None and age_s <= self._said_s:
+                ahead.append((max(_SOONEST_S, self._said_s - age_s), weight))
             elif age_s < _ENDS[at] and at != self._said:
                 ahead.append((max(_MIDS[at] - age_s, 0.5 * (_ENDS[at] - age_s)), weight))
             else:
@@ -92,11 +93,11 @@ class Forecast:
         return max(_LEAST_S, age_s * _LOOK_AGAIN)
 
 
-def said(pause_s: float) -> Forecast:
+def said(pause_s: float) -> PauseForecast:
     """Return the forecast of a pause that a client has announced: it mostly keeps to it, and else is somewhat late."""
     first = range_of(pause_s)
     last = min(NUM_RANGES - 1, range_of(pause_s + _LATE_S) + _LATE_RANGES)
     late = (1 - _SAID_RIGHTLY) / max(1, last - first)
     weights = dict.fromkeys(range(first + 1, last + 1), late)
     weights[first] = _SAID_RIGHTLY
-    return Forecast(weights, pause_s)
+    return PauseForecast(weights, pause_s)

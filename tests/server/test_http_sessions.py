@@ -1,0 +1,153 @@
+"""Sessions over HTTP: every API takes them, their client ends them, and nobody ends another tenant's."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from local_server import LocalServer, until
+
+from pagefold.sim.replay_recording import replay_recording
+from pagefold.sim.traces.read_recording import read_recording
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+GREEDY = {"temperature": 0, "ignore_eos": True}
+KEYS = {
+    "accounts": ({"key": "sk-a", "tenant": "acme"}, {"key": "sk-b", "tenant": "beta"}),
+    "admin_api_key": "sk-admin",
+    "open_metrics": True,
+}
+BODIES = {
+    "/v1/completions": {"prompt": "Once upon a time", "max_tokens": 2, **GREEDY},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "Go."}], "max_tokens": 2, **GREEDY},
+    "/v1/responses": {"input": "Go.", "max_output_tokens": 2, "temperature": 0},
+    "/v1/messages": {"messages": [{"role": "user", "content": "Go."}], "max_tokens": 2, "temperature": 0},
+}
+
+
+@pytest.fixture(scope="module")
+def server(tiny_chat_model: Path) -> Iterator[LocalServer]:
+    from pagefold.config import Account
+
+    door = {**KEYS, "accounts": tuple(Account(**account) for account in KEYS["accounts"])}
+    served = LocalServer(tiny_chat_model, door=door, kv_cache_memory_bytes=2**22, max_num_seqs=8, max_model_len=256)
+    yield served
+    served.check_pool()
+    served.close()
+
+
+def post(server: LocalServer, path: str, key: str = "sk-a", **fields: object) -> object:
+    return server.http.post(path, json={**BODIES[path], **fields}, headers={"Authorization": f"Bearer {key}"})
+
+
+def end(server: LocalServer, session_id: str, key: str = "sk-a") -> object:
+    return server.http.delete(f"/v1/sessions/{session_id}", headers={"Authorization": f"Bearer {key}"})
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_every_api_takes_a_session_and_it_ends_once(server, path):
+    name = f"agent of {path}"
+    answer = post(server, path, session_id=name, returns_in_s=1.5)
+    assert answer.status_code == 200, answer.text
+    assert "x-pagefold-ignored" not in answer.headers
+    assert post(server, path, session_id=f"{name}, sub", parent_session_id=name).status_code == 200
+    assert end(server, name, "sk-b").status_code == 404, "a foreign session is another session"
+    ended = end(server, name)
+    assert ended.status_code == 200, ended.text
+    told = ended.json()
+    assert (told["id"], told["object"], told["deleted"]) == (name, "session", True)
+    assert (told["num_sessions"], told["num_running"]) == (2, 0)
+    for again in (name, f"{name}, sub"):
+        refused = end(server, again)
+        assert refused.status_code == 404
+        assert refused.json()["error"]["code"] == "session_not_found"
+
+
+def test_a_session_changes_no_answer(server):
+    body = {"prompt": list(range(40, 80)), "max_tokens": 12, **GREEDY}
+    told = []
+    for fields in ({}, {"session_id": "x"}, {"session_id": "x", "returns_in_s": 9.0}):
+        answer = post(server, "/v1/completions", **body, **fields)
+        told.append(answer.json()["choices"][0]["text"])
+    assert len(set(told)) == 1
+
+
+def test_a_session_ends_while_a_request_of_it_runs(server):
+    body = {"prompt": list(range(100, 140)), "max_tokens": 100, "stream": True, "session_id": "long", **GREEDY}
+    headers = {"Authorization": "Bearer sk-a"}
+    with server.http.stream("POST", "/v1/completions", json=body, headers=headers) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        ended = end(server, "long").json()
+        assert ended["num_running"] in {0, 1}  # perhaps it has ended before
+        num_events = sum(line.startswith("data: {") for line in lines)
+    assert num_events >= 50, "it goes on"
+    assert end(server, "long").status_code == 404
+    until(lambda: not server.engine.scheduler.sessions._open, "the request has ended")
+
+
+def test_what_is_edited_away_is_superseded(server):
+    expectations = server.engine.scheduler.core.blocks.expectations
+    before = expectations.num_superseded
+    prompt = list(range(300, 380))
+    for last in (prompt, prompt[:32] + list(range(500, 548))):
+        body = {"prompt": last, "max_tokens": 1, "session_id": "edits", **GREEDY}
+        assert post(server, "/v1/completions", **body).status_code == 200
+    assert expectations.num_superseded - before == 3
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"session_id": ""}, "session_id"),
+        ({"session_id": "x" * 257}, "session_id"),
+        ({"session_id": 5}, "session_id"),
+        ({"parent_session_id": "y"}, "parent_session_id"),
+        ({"session_id": "y", "parent_session_id": "y"}, "parent_session_id"),
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages"])
+def test_bad_sessions(server, path, fields, param):
+    refused = post(server, path, **fields)
+    assert refused.status_code == 400
+    error = refused.json()["error"]
+    assert param in (error.get("param") or error["message"])
+
+
+def test_a_session_that_nobody_began(server):
+    for name in ("never", "x" * 500, "a/b", "%00"):
+        assert end(server, name).status_code == 404
+
+
+def test_a_recording_carries_sessions_without_their_names(tiny_chat_model, tmp_path):
+    """With so little memory that it matters what goes first; and the replay lets the same blocks go."""
+    path = tmp_path / "recording"
+    server = LocalServer(
+        tiny_chat_model,
+        record_trace=path,
+        kv_cache_memory_bytes=2**17,
+        max_num_seqs=4,
+        max_num_batched_tokens=64,
+        max_model_len=96,
+    )
+    for turn in range(4):
+        for agent in range(4):
+            prompt = [1000 * agent + i for i in range(40 + 10 * turn)]
+            if turn == 3:
+                prompt[20:] = range(7000, 7030)
+            fields = {"session_id": f"very secret {agent}", "returns_in_s": 0.5 * agent} if agent else {}
+            server.complete(prompt, max_tokens=2, **GREEDY, **fields)
+    assert server.http.delete("/v1/sessions/very secret 1").status_code == 200
+    server.complete(list(range(9000, 9080)), max_tokens=2, **GREEDY)
+    server.close()
+    assert "secret" not in path.read_text()
+    recording = read_recording(path)
+    adds = list(recording.adds())
+    assert {add.returns_in_s for add in adds} == {None, 0.5, 1.0, 1.5}
+    assert len({add.session for add in adds}) == 4
+    report = replay_recording(recording)
+    assert not report.first_difference
+    assert report.num_evictions
