@@ -39,7 +39,7 @@ WORKLOADS = (("100", "60"), ("40-200", "20-80"), ("300", "30"))
 PREFIX = 96
 
 
-def tiny_model(folder: Path) -> Path:
+def tiny_model(folder: Path, max_positions: int = 2048) -> Path:
     """Write a random Llama of two layers with the built-in model's tokenizer.
 
     It is wide, so that a step takes some ten milliseconds: with shorter ones the client, in this same process, would
@@ -57,7 +57,7 @@ def tiny_model(folder: Path) -> Path:
         num_hidden_layers=2,
         num_attention_heads=8,
         num_key_value_heads=2,
-        max_position_embeddings=2048,
+        max_position_embeddings=max_positions,
     )
     torch.manual_seed(0)
     LlamaForCausalLM(config).save_pretrained(folder)

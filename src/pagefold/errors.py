@@ -14,6 +14,7 @@ __all__ = [
     "EngineStoppedError",
     "InvalidRequestError",
     "LicenseNotAcceptedError",
+    "LoadShedError",
     "ModelNotFoundError",
     "NotCalibratedError",
     "PagefoldError",
@@ -115,6 +116,35 @@ class QueueFullError(PagefoldError):
     def __init__(self, message: str, *, retry_after_s: int, remedy: str = "") -> None:
         super().__init__(message, remedy=remedy)
         self.retry_after_s = retry_after_s
+
+
+class LoadShedError(QueueFullError):
+    """The request would wait longer for its first token than the server's target allows, so it was not taken.
+
+    Args:
+        reason: what would not be kept, as metrics name it.
+        expected_s: seconds that it was expected to wait.
+        threshold_s: seconds that this must not pass.
+        target_s: of the time to the first token, in seconds.
+        retry_after_s: whole seconds until the queue is expected to be short enough.
+    """
+
+    def __init__(  # noqa: PLR0913 - what a client is told, by name
+        self,
+        message: str,
+        *,
+        reason: str,
+        expected_s: float,
+        threshold_s: float,
+        target_s: float,
+        retry_after_s: int,
+        remedy: str = "",
+    ) -> None:
+        super().__init__(message, retry_after_s=retry_after_s, remedy=remedy)
+        self.reason = reason
+        self.expected_s = expected_s
+        self.threshold_s = threshold_s
+        self.target_s = target_s
 
 
 class PinQuotaError(PagefoldError):

@@ -34,6 +34,7 @@ __all__ = [
     "HostTransfer",
     "NextTokens",
     "OutputFinished",
+    "OutputForecastChecked",
     "PathForgotten",
     "PathSuperseded",
     "PathsDistrusted",
@@ -42,11 +43,13 @@ __all__ = [
     "PrefixLookup",
     "PrefixMissed",
     "PromptFinished",
+    "RefusalReason",
     "RequestAdded",
     "RequestCorrupted",
     "RequestCut",
     "RequestFinished",
     "RequestPreempted",
+    "RequestRefused",
     "RequestStreamed",
     "SessionClosed",
     "StepAbandoned",
@@ -321,6 +324,25 @@ class RequestAdded:
     session: tuple[bytes, bytes, bytes] | None = None
 
 
+RefusalReason: TypeAlias = Literal["ttft_target"]
+"""Why a request was refused though it could be served: it would wait longer than the target of the first token."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRefused:
+    """A request was not queued, so that those that are here are served in time. Those that come with it are none more.
+
+    Attributes:
+        expected_s: what was expected of it, in seconds.
+        threshold_s: what that must not pass.
+    """
+
+    request_id: str
+    reason: RefusalReason
+    expected_s: float
+    threshold_s: float
+
+
 @dataclass(frozen=True, slots=True)
 class PathSuperseded:
     """Blocks have lost their value: their session has edited them away, or has ended. They are evicted first.
@@ -586,9 +608,30 @@ class PromptFinished:
     num_longest_tokens: int
 
 
-WaitCause: TypeAlias = Literal["seats", "memory", "tokens", "apart"]
-"""What the head of the queue waits for, and with it all behind: one of the places (``max_num_seqs``), blocks, tokens of
-a step's budget, or that those run apart whom a failed step left under suspicion."""
+@dataclass(frozen=True, slots=True)
+class OutputForecastChecked:
+    """A request has ended for which, when it came, an interval was stated that should hold 8 of 10 outputs.
+
+    Attributes:
+        least_tokens, most_tokens: the interval.
+        num_output_tokens: what the output was.
+    """
+
+    request_id: str
+    least_tokens: int
+    most_tokens: int
+    num_output_tokens: int
+
+    @property
+    def is_within(self) -> bool:
+        """Whether the interval held it."""
+        return self.least_tokens <= self.num_output_tokens <= self.most_tokens
+
+
+WaitCause: TypeAlias = Literal["seats", "memory", "growth", "prefills", "tokens", "apart"]
+"""What who is next waits for, and with it all behind: one of the places (``max_num_seqs``), blocks, blocks that are
+promised to the growth of those that run, a place among prompts that are partly computed, tokens of a step's budget, or
+that those run apart whom a failed step left under suspicion."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -602,6 +645,7 @@ class StepPlanned:
         num_read: tokens of KV that it reads: those before, and those that it computes.
         drafts: of each request that has drafts in it, its id and how many.
         waits_for: what those wait for whom it has not let in; None where nobody does.
+        prefill_cap_tokens: how many tokens of prompts it might compute, by the guardrails; None for any number.
     """
 
     step_id: int
@@ -611,6 +655,7 @@ class StepPlanned:
     num_read: int
     drafts: tuple[tuple[str, int], ...] = ()
     waits_for: WaitCause | None = None
+    prefill_cap_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -691,11 +736,13 @@ Event: TypeAlias = (
     | PrefixLookup
     | PrefixMissed
     | RequestPreempted
+    | RequestRefused
     | RequestStreamed
     | RequestFinished
     | FirstToken
     | NextTokens
     | OutputFinished
+    | OutputForecastChecked
     | PromptFinished
     | StepApplied
     | ChunksPacked

@@ -12,7 +12,7 @@ from pagefold.kv.names import in_group, names_behind, root_digest
 from pagefold.kv.transfers import Fetched, Found
 from pagefold.request import Request, RequestStatus, StopRule
 from pagefold.sampling import SamplingParams
-from pagefold.scheduler.scheduler import Scheduler, SchedulerLimits
+from pagefold.scheduler import Scheduler, SchedulerLimits
 from pagefold.scheduler.tiering import Tiering
 
 SIZE = 2

@@ -313,7 +313,7 @@ def test_the_last_to_come_is_preempted_and_what_the_tree_keeps_is_not_computed_a
 
 def test_many_preemptions_change_no_output_and_nobody_starves():
     house = House(num_blocks=16, seqs=8)
-    requests = [house.add(f"r{index}", [index % VOCAB_SIZE, 1], 60, seed=index) for index in range(12)]
+    requests = [house.add(f"r{index}", [index % VOCAB_SIZE, 1], 60, seed=index) for index in range(20)]
     expected = [alone(request) for request in requests]
     plans = house.run(ShadowRunner(house.scheduler))
     assert outputs_of(*requests) == expected

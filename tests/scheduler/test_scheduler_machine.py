@@ -2,7 +2,8 @@
 
 Held after every operation, for every policy, with tiny pools, small chunks and few seats:
 
-* ``audit`` passes; ``waiting`` is in the policy's order; first come first served, ``running`` came before ``waiting``;
+* ``audit`` passes; ``waiting`` is in the policy's order; first come first served, ``running`` came before ``waiting``,
+  but for those that were preempted;
 * a plan's columns are consistent: the budget is kept, every running request has a row of at least one token or was
   preempted, no position is computed twice or skipped, seeds and draws are those of the row's request;
 * each row finds in its blocks exactly its own history, and what it writes is still there when all rows have written.
@@ -11,8 +12,11 @@ Held after every operation, for every policy, with tiny pools, small chunks and 
   samples is sampled once for each when it is computed, and then they are requests like all others;
 * what pins keep is read back; nobody is preempted while pins alone keep a block, a pin is given up only for somebody
   who then gets on, and nobody waits for memory that pins keep;
-* the oldest request is never preempted; admission waits only for budget, seats or memory; every request ends within as
-  many steps as there are tokens.
+* who is preempted has no row, comes behind its beneficiary, and is whom a slow twin of ``victims.py`` would choose; the
+  oldest request never is; who comes back has room for a while; admission waits only for budget, seats or memory; while
+  there is work each step computes tokens; every request ends within as many steps as there are tokens;
+* where growth is expected, a slow twin agrees that there is no room beside it, and that what is promised is what all
+  lack of their ends; where prompts have places, none begins beside too many, and no row has more of one than it may.
 
 * where blocks are sealed, each row finds in its residual what its sequence has of its last block, and begins a block or
   ends in the one that it begins in; who loses a residual by a failed step begins the block again;
@@ -21,6 +25,8 @@ Held after every operation, for every policy, with tiny pools, small chunks and 
 * whose logits are no numbers ends, gets no token, and nothing is found that begins as it does; others go on;
 * who has drafts, right ones, wrong ones, or right ones and then wrong ones, generates what it does without, has just
   what was accepted behind each step, and publishes no more than that; drafts that are not finite end nobody;
+* with guardrails, whatever their clock says, prompts get no more of a step than the cap and a token each, and every
+  step gets on all the same; whoever is refused leaves nothing behind;
 * a step that is planned behind one in flight leaves every request as it was, has the positions that follow, and says
   of each token that is not known yet whose it is; when it is not planned, there is a reason.
 
@@ -41,9 +47,19 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from slow_growth import all_at_their_ends, has_room
 from until_seen import IN_FULL, until_seen
 
-from pagefold.events import BlockEvicted, DraftsVerified, Event, PinDropped, PrefixLookup, RequestPreempted, StepApplied
+from pagefold.events import (
+    BlockEvicted,
+    DraftsVerified,
+    Event,
+    PinDropped,
+    PrefixLookup,
+    RequestPreempted,
+    StepApplied,
+    StepPlanned,
+)
 from pagefold.kv import (
     KEEP_ALL,
     NO_HOST,
@@ -61,7 +77,8 @@ from pagefold.kv import (
 )
 from pagefold.request import Request, RequestStatus, SessionRef, StopRule, WarmUp, session_ref
 from pagefold.sampling import SamplingParams
-from pagefold.scheduler import SCHEDULING_POLICIES, Scheduler, SchedulerLimits
+from pagefold.scheduler import SCHEDULING_POLICIES, Guardrails, PrefillLimits, Scheduler, SchedulerLimits, Targets
+from pagefold.scheduler.prefill_limits import NO_PREFILL_LIMITS
 from pagefold.scheduler.suspicion import MAX_FAILED_IN_A_ROW
 from pagefold.sim.shadow_runner import VOCAB_SIZE, ShadowRunner, alone, cells_of
 
@@ -100,6 +117,12 @@ GROUPS = (
 )
 
 
+EXPECTING = ("predicted", "max_tokens")
+"""Rules of admission that expect growth."""
+
+PREFILLS = (NO_PREFILL_LIMITS, PrefillLimits(max_num_partial=1), PrefillLimits(2, 1, 5))
+
+
 @dataclass(frozen=True)
 class Setup:
     """A pool and the limits of a step."""
@@ -125,6 +148,10 @@ class Setup:
     """Some of those that run have drafts, right and wrong ones."""
     has_culprits: bool = False
     """Steps fail because of who is in them, and never otherwise."""
+    admission: str = "prompt"
+    prefills: PrefillLimits = NO_PREFILL_LIMITS
+    guarded: bool = False
+    """There are targets, and steps take any time."""
 
 
 @dataclass
@@ -184,9 +211,21 @@ class Machine:
             residuals=Residuals(setup.max_num_seqs, BLOCK_SIZE) if setup.seals else NO_RESIDUALS,
             emit=self._on_event,
         )
-        limits = SchedulerLimits(setup.max_num_seqs, setup.max_num_batched_tokens)
+        limits = SchedulerLimits(setup.max_num_seqs, setup.max_num_batched_tokens, setup.prefills)
         scheduling = SCHEDULING_POLICIES[setup.scheduling](2.5)
-        self.scheduler = Scheduler(self.core, limits, policy=scheduling, emit=self._on_event)
+        targets = Targets(ttft_s=3.0, itl_s=0.5) if setup.guarded else Targets()
+        self.guardrails = Guardrails.of(
+            targets, max_num_batched_tokens=setup.max_num_batched_tokens, block_size=BLOCK_SIZE
+        )
+        self.scheduler = Scheduler(
+            self.core,
+            limits,
+            policy=scheduling,
+            admission=setup.admission,
+            guardrails=self.guardrails,
+            emit=self._on_event,
+        )
+        self.landed_s = 0.0
         self.runner = ShadowRunner(self.scheduler)
         self.whole = self.runner.whole_group
         num_new = setup.max_num_batched_tokens
@@ -217,6 +256,8 @@ class Machine:
         self.events: list[Event] = []
         self.now = 0.0
         self.computed_at_failure: dict[str, int] = {}  # tokens of who ran when the last step failed
+        self.chosen: list[tuple[Request, Request]] = []  # of this schedule(): who was preempted, and for whom
+        self.scheduler._rows._relief._victims.choose = self._choose
         self.failed_extends: list[int] = []  # of this schedule(): how many blocks pins alone kept each time
         self.core.extend = self._extend
         self.seen: Counter[str] = Counter()
@@ -269,12 +310,17 @@ class Machine:
             )
             for index in range(num_samples)
         ]
+        request, *request.forks = samples
+        if self.setup.guarded and self.scheduler.judge(request) is not None:
+            self._saw("refused")
+            assert self.scheduler.has_requests, "a server with nothing to do refuses nobody"
+            assert self.scheduler.get(request_id) is None
+            return
         if self.setup.has_culprits and 0 < own % 9 < 7:
             (self.culprits if own % 9 < 3 else self.odd).add(samples[num_new % num_samples].request_id)
         for sample in samples:
             self.requests[sample.request_id] = sample
             self.expected[sample.request_id] = alone(sample)
-        request, *request.forks = samples
         if session is not None:
             self.last_of[own // 256 % 6] = request
         self.scheduler.add(request)
@@ -306,6 +352,7 @@ class Machine:
             return
         before = sorted(self.scheduler.running, key=lambda request: request.order)
         waited = list(self.scheduler.waiting)
+        self.chosen.clear()
         self.events.clear()
         self.failed_extends.clear()
         self._give_drafts()
@@ -379,7 +426,7 @@ class Machine:
         else:
             self._apply(self.flights.pop(0))
 
-    def _apply(self, flight: Flight) -> None:  # noqa: PLR0915 - all that must come of a step
+    def _apply(self, flight: Flight) -> None:  # noqa: C901, PLR0915 - all that must come of a step  # noqa: C901 - every kind of step
         plan, requests = flight.plan, flight.requests
         aborted = {request.request_id for request in flight.samples if request.is_aborted}
         result = self.runner.run(flight.launched)
@@ -413,7 +460,10 @@ class Machine:
         caches = [list(block_ids) for block_ids in self._whole_of(plan)]
         num_recomputed = self._num_recomputed(plan, requests)
         self.events.clear()
-        got = self.scheduler.apply(result)
+        if self.setup.guarded:  # mostly as slow as tokens are many; and clocks jump, and stand still
+            took_s = self.rng.choice((0.05 * len(plan.token_ids), 0.05 * len(plan.token_ids), 0.0, 0.4, 1e9, -2.0))
+            self.landed_s += took_s
+        got = self.scheduler.apply(result, self.landed_s if self.setup.guarded else None)
         self._saw("joined at commit", any(a != b for a, b in zip(caches, self._whole_of(plan), strict=True) if b))
         got_any = [one for one in flight.samples if one.request_id not in aborted and one not in spoiled]
         assert got == list(dict.fromkeys(got_any))
@@ -673,8 +723,12 @@ class Machine:
         audit(core)
         waiting = [request.order for request in scheduler.waiting]
         assert waiting == sorted(waiting), "not in the policy's order"
-        if self.setup.scheduling == "fcfs":
-            everybody = [request.index for request in (*scheduler.running, *scheduler.waiting)]
+        if self.setup.scheduling == "lpm" or self.setup.prefills.max_long_partial is not None:
+            self._saw(
+                "overtakes", any(one.index > other.index for one in scheduler.running for other in scheduler.waiting)
+            )
+        elif self.setup.scheduling == "fcfs":
+            everybody = [one.index for one in (*scheduler.running, *scheduler.waiting) if not one.num_preemptions]
             is_in_order = everybody == sorted(everybody)
             self.is_out_of_order = not is_in_order and (self.is_out_of_order or scheduler.suspicion.is_on)
             assert is_in_order or self.is_out_of_order, "not in order of arrival"
@@ -709,6 +763,7 @@ class Machine:
                 self._check_published(request)
                 self._check_cells(request, waits_for)
         self._check_pins()
+        self._check_promised()
         for block_id in self._meaningless(core.pool.free_ids):
             self.runner.poison(block_id)
         for host_id in core.host.blocks.free_ids():
@@ -750,11 +805,11 @@ class Machine:
         after = {request.request_id for request in self.scheduler.running}
         preempted = [event.request_id for event in self.events if isinstance(event, RequestPreempted)]
         assert len(set(preempted)) == len(preempted)
-        planned = {request.request_id for request in self.scheduler.in_step}.difference(preempted)
-        others = [request.request_id for request in reversed(before)]
-        if self.scheduler.suspicion.is_on:
-            others = [request_id for request_id in others if request_id not in planned]
-        assert preempted == others[: len(preempted)], "not from the end"
+        assert preempted == [victim.request_id for victim, _ in self.chosen]
+        for victim, beneficiary in self.chosen:
+            assert victim is beneficiary or victim.order > beneficiary.order, "for somebody behind it"
+            self._saw("not the last was preempted", victim.index < max(one.index for one in before))
+            self._saw("went itself", victim is beneficiary)
         for request in before:
             request_id = request.request_id
             if request_id in preempted:
@@ -777,23 +832,109 @@ class Machine:
 
     def _check_admission(self, plan: StepPlan) -> None:
         """Nobody waits who could run: admission ends for want of budget, seats or memory."""
-        scheduler, core = self.scheduler, self.core
+        scheduler = self.scheduler
         if scheduler.suspicion.is_on:
             return
+        (planned,) = [event for event in self.events if isinstance(event, StepPlanned)]
+        self._saw(f"waits for {planned.waits_for}", bool(scheduler.waiting))
         num_seats = self.setup.max_num_seqs - sum(request.num_seqs for request in scheduler.running)
-        if not scheduler.waiting or scheduler.waiting[0].num_seqs > num_seats:
+        candidates = list(scheduler.waiting) if self.setup.scheduling == "lpm" else [*scheduler.waiting][:1]
+        if any(request.num_seqs > num_seats for request in candidates) or not candidates:
+            return
+        if planned.waits_for == "prefills":
+            self._check_prefills(plan)
             return
         if len(plan.token_ids) == self.setup.max_num_batched_tokens or plan.copies:
             return
-        head = scheduler.waiting[0]
+        if self._num_prompt_tokens(plan) >= self.guardrails.pacing.prefill_cap_tokens:
+            self._saw("waits for the cap")
+            return
+        if planned.waits_for == "growth":
+            could_run = [has_room(scheduler, request, plan.step_id) for request in candidates]
+            assert not all(could_run) or not self._is_exact(), "there is room beside all growth"
+            return
+        assert not all(self._could_run(request) for request in candidates), f"{candidates} could run"
+
+    def _check_prefills(self, plan: StepPlan) -> None:
+        """There are as many partly computed prompts as may be."""
+        limits = self.setup.prefills
+        rows = zip(self.scheduler.in_step, plan.starts, plan.num_tokens, strict=True)
+        left = [one.num_tokens - start for one, start, num_tokens in rows if start + num_tokens < one.num_tokens]
+        num_long = sum(0 < limits.long_threshold < num_tokens for num_tokens in left)
+        is_full = limits.max_num_partial is not None and len(left) >= limits.max_num_partial
+        assert is_full or (limits.max_long_partial is not None and num_long >= limits.max_long_partial)
+
+    def _is_exact(self) -> bool:
+        """Whether what requests take can be told from their tokens: who has drafts, or gives blocks back, may vary."""
+        return not self.setup.drafts and not self.core.trims
+
+    def _check_promised(self) -> None:
+        """What is promised is what those that run lack of their ends."""
+        rule = self.scheduler.rule
+        if rule.name == "prompt":
+            return
+        assert rule._running.keys() == set(self.scheduler.running)
+        assert sum(lot.num_seqs for lot in rule._lots.values()) == len(self.scheduler.running)
+        if self._is_exact():
+            assert rule.num_promised == all_at_their_ends(self.scheduler)
+        for request in (*self.scheduler.running, *self.scheduler.waiting):
+            forecast = rule._forecasts[request]
+            assert request.num_prompt_tokens + forecast.most_tokens <= request.stop.max_total_tokens
+
+    def _could_run(self, head: Request) -> bool:
+        """Whether all tokens of one that waits fit beside those of all that run."""
+        scheduler, core = self.scheduler, self.core
         num_groups, num_new = len(self.setup.rules), self.setup.max_num_batched_tokens
-        needed = core.num_blocks_for(head.num_tokens + 1, num_new, is_expected=True) + len(head.forks) * num_groups
+        num_steps = self._num_reserved(head)
+        if num_steps is None:
+            self._saw("comes back when it is first")
+            return False
+        num_tokens = min(head.num_tokens + num_steps, max(head.num_tokens, head.stop.max_total_tokens)) + 1
+        needed = core.num_blocks_for(num_tokens, num_new, is_expected=True) + len(head.forks) * num_groups
         needed += int(self.setup.num_blocks * 0.01)
         for request in scheduler.running:
-            needed += core.num_blocks_for(request.num_tokens, num_new, request.cache, is_expected=True)
+            num_tokens = max(request.num_tokens, min(request.num_tokens + num_steps, request.stop.max_total_tokens))
+            needed += core.num_blocks_for(num_tokens, num_new, request.cache, is_expected=True)
             needed += len(request.forks) * num_groups
-        assert needed > core.num_available + core.pool.num_pinned, f"{head} could run"
-        self._saw("waits for memory")
+        return needed <= core.num_available + core.pool.num_pinned
+
+    def _num_reserved(self, head: Request) -> int | None:
+        """Return for how many steps there must be room beside what waits first; None where it waits for all of them."""
+        if not head.num_preemptions or head.order < min(one.order for one in self.scheduler.running):
+            return 0
+        self._saw("reserves")
+        return None if head.num_preemptions > 2 else head.num_preemptions * max(head.num_output_tokens, BLOCK_SIZE)
+
+    def _choose(self, beneficiary: Request, num_planned: int) -> Request:
+        """Choose a victim, as the scheduler does, beside a slow twin."""
+        choose, queues = type(self.scheduler._rows._relief._victims).choose, self.scheduler._queues
+        victim = choose(self.scheduler._rows._relief._victims, beneficiary, num_planned)
+        having = [*queues.running[num_planned:], *queues.set_aside]
+        behind = sorted((one for one in having if one.order > beneficiary.order), key=lambda one: one.order)
+        urgency = (lambda one: one.priority) if self.setup.scheduling == "priority" else (lambda one: 0)
+        least = [one for one in behind if urgency(one) == max(map(urgency, behind))]
+        fewest = [one for one in least if one.num_preemptions == min(each.num_preemptions for each in least)]
+        expected = beneficiary
+        if fewest:
+            is_spared = fewest[0].num_preemptions >= 2 > beneficiary.num_preemptions
+            if not (is_spared and num_planned and urgency(fewest[0]) <= urgency(beneficiary)):
+                losses = [(loss_of(self.core, one), -place) for place, one in enumerate(fewest)]
+                expected = fewest[-min(losses)[1]]
+                self._saw("loses least", expected is not fewest[-1])
+            else:
+                self._saw("spared")
+        assert victim is expected, f"{victim} is preempted, not {expected}"
+        self.chosen.append((victim, beneficiary))
+        return victim
+
+    def _num_prompt_tokens(self, plan: StepPlan) -> int:
+        """Return how many tokens of prompts a plan computes, or more."""
+        in_step = self.scheduler.in_step
+        return sum(
+            num_tokens
+            for request, start, num_tokens in zip(in_step, plan.starts, plan.num_tokens, strict=False)
+            if num_tokens > 1 or start < max(request.num_prompt_tokens, request.max_computed_tokens)
+        )
 
     def _check_given_up(self, flight: Flight) -> None:
         """Pins went for the sake of somebody who runs now, before anybody was preempted."""
@@ -840,6 +981,9 @@ class Machine:
         block_size = BLOCK_SIZE
         assert plan.num_rows == len(flight.requests) == len(plan.num_tokens) == len(plan.tables)
         assert sum(plan.num_tokens) == len(plan.token_ids) <= self.setup.max_num_batched_tokens
+        cap = self.guardrails.pacing.prefill_cap_tokens
+        assert max(plan.num_tokens, default=0) <= max(1, cap) or plan.drafted
+        self._saw("a cap below a step", cap < self.setup.max_num_batched_tokens)
         late: list[tuple[int, int]] = []
         sampling: list[tuple[int, int, int]] = []
         written: set[tuple[int, int]] = set()
@@ -876,6 +1020,7 @@ class Machine:
                 sampling += [(row, request.seed, num_outputs - back) for back in range(len(drafts), 0, -1)]
                 sampling += [(row, sample.seed, num_outputs) for sample in (request, *request.forks)]
             self._saw("chunk", start + num_tokens < num_known)
+            assert num_tokens <= (self.setup.prefills.long_threshold or num_tokens) or drafts
         ends = [start + num_tokens for start, num_tokens in zip(plan.starts, plan.num_tokens, strict=True)]
         num_slots = [len(block_ids) * block_size for block_ids in self._whole_of(plan)]
         wasted = sum(slots - end for slots, end in zip(num_slots, ends, strict=True))
@@ -909,7 +1054,7 @@ class Machine:
         assert not [event for event in self.events if isinstance(event, PrefixLookup)], "told before it ran"
         rows = {id(self._blocks_of(request)): request for request in self.scheduler.running}
         requests = [rows[id(block_ids)] for block_ids in self._whole_of(plan)]
-        admitted.sort(key=lambda request: request.order)
+        admitted.sort(key=requests.index)
         lookups = [self._lookup_of(request) for request in admitted]
         self.computed |= {lookup.request_id: lookup.num_hit_tokens for lookup in lookups}
         rows_then = zip(plan.starts, plan.tables, strict=True)  # of a row that begins, the runner asks whose it is
@@ -1039,6 +1184,28 @@ class Machine:
             self.seen[what] += 1
 
 
+def loss_of(core: KVCore, request: Request) -> float:
+    """Return the tokens that a request would compute again for each block that it alone has, block by block."""
+    cache, num_computed = request.cache, request.num_computed_tokens
+    own = [
+        block_id
+        for block_id in cache.all_block_ids()
+        if core.pool.blocks[block_id].num_table_refs == 1 and not core.pool.blocks[block_id].num_pin_refs
+    ]
+    num_kept = min(
+        (
+            next((place for place, block_id in enumerate(table.block_ids) if block_id in own), len(table.block_ids))
+            for table in cache.tables
+            if not table.num_trimmed
+        ),
+        default=0,
+    )
+    num_published = cache.num_published * BLOCK_SIZE if cache.has_path else 0
+    lost = range(min(num_kept * BLOCK_SIZE, num_published, num_computed), num_computed)
+    num_restored = sum(core.host.is_on and position < num_published for position in lost)
+    return (len(lost) - num_restored + num_restored * 0.01) / len(own) if own else float("inf")
+
+
 def samples_of(plan: StepPlan, requests: list[Request]) -> list[Request]:
     """Return who gets the token of each sampling row, given who has each row."""
     num_drafts = {one.row: one.num_drafts for one in plan.drafted}
@@ -1094,7 +1261,7 @@ def random_operations(
     rules: tuple[KeepRule, ...] = (KEEP_ALL,),
     *,
     has_host: bool = False,
-    **changes: bool,
+    **changes: object,
 ) -> Counter[str]:
     """Do ``num_operations`` random operations with everything checked after each. Return how often what happened.
 
@@ -1102,8 +1269,9 @@ def random_operations(
     """
     rng = Random(seed)
     setup = random_setup(rng, policy)
+    setup = replace(setup, **changes)
     if len(rules) > 1:
-        setup = replace(setup, rules=rules, num_blocks=setup.num_blocks * len(rules), **changes)
+        setup = replace(setup, rules=rules, num_blocks=setup.num_blocks * len(rules))
     if has_host:  # and a device that is too small, so that blocks go there
         num_blocks, num_host_blocks = rng.choice((6, 9, 14)), rng.choice((5, 30, 200))
         setup = replace(setup, num_blocks=num_blocks * len(rules), num_host_blocks=num_host_blocks * len(rules))
@@ -1136,18 +1304,20 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_blocks=st.sampled_from((6, 9, 14, 3)),
         limits=st.sampled_from([(seqs, budget) for seqs in (4, 2, 1) for budget in (64, 9, 4)]),
         policy=st.sampled_from(("lru", "lfu", "fifo")),
-        scheduling=st.sampled_from(("fcfs", "priority")),
+        scheduling=st.sampled_from(("fcfs", "priority", "lpm")),
+        load=st.sampled_from([(admission, limits) for limits in PREFILLS for admission in ("prompt", *EXPECTING)]),
         kind=st.sampled_from([{}, {"long_outputs": True}, {"seals": True}, {"long_outputs": True, "seals": True}]),
         has_culprits=st.booleans(),
         drafts=st.booleans(),
         sessions=st.booleans(),
     )
-    def start(
+    def start(  # noqa: PLR0917 - what is drawn
         self,
         num_blocks: int,
         limits: tuple[int, int],
         policy: str,
         scheduling: str,
+        load: tuple[str, PrefillLimits],
         kind: dict[str, bool],
         *,
         has_culprits: bool,
@@ -1165,6 +1335,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             sessions=sessions,
             **kind,
         )
+        setup = replace(setup, admission=load[0], prefills=load[1])
         self.machine = Machine(setup)
 
     @rule(which=ints, length=ints, own=ints, num_new=ints)
@@ -1262,6 +1433,34 @@ def test_random_operations(policy: str, in_full: bool) -> None:
         random_operations(seed, 400, policy)
 
 
+@pytest.mark.parametrize("scheduling", ["fcfs", "lpm"])
+@pytest.mark.parametrize("prefills", PREFILLS, ids=str)
+@pytest.mark.parametrize("admission", EXPECTING)
+@IN_FULL
+def test_random_operations_under_load(admission: str, prefills: PrefillLimits, scheduling: str, in_full: bool) -> None:
+    """The same where growth is expected, where prompts have places, and where some overtake."""
+    for seed in range(200, 206 if in_full else 202):
+        changes = {"drafts": False} if seed % 2 else {}
+        random_operations(seed, 300, "lru", admission=admission, prefills=prefills, scheduling=scheduling, **changes)
+
+
+@pytest.mark.parametrize("rules", [GROUPS[3], GROUPS[5], PACKING[0]], ids=str)
+def test_random_operations_under_load_with_several_groups(rules: tuple[KeepRule, ...]) -> None:
+    for seed in range(210, 212):
+        random_operations(seed, 300, "lru", rules, seals=False, admission="predicted", prefills=PREFILLS[2])
+
+
+@IN_FULL
+def test_what_happens_under_load(in_full: bool) -> None:
+    """A control: requests wait for growth and for places, and overtake."""
+    seen: Counter[str] = Counter()
+    asked = "waits for growth", "waits for prefills", "waits for memory", "overtakes", "preempted", "ahead"
+    for seed in until_seen(range(220, 232), seen, asked, in_full=in_full):
+        setup = {"admission": "predicted", "prefills": PREFILLS[2], "has_culprits": False}
+        seen += random_operations(seed, 300, "lru", **setup, scheduling=("fcfs", "lpm")[seed % 2])
+    assert min(seen[what] for what in asked) > 0, seen
+
+
 @pytest.mark.parametrize(
     ("rules", "seals"),
     [
@@ -1278,6 +1477,17 @@ def test_random_operations(policy: str, in_full: bool) -> None:
 def test_random_operations_with_several_groups(rules: tuple[KeepRule, ...], seals: bool) -> None:
     """The same where groups keep windows, and give blocks back while requests run; also where blocks are sealed."""
     random_operations(0, 200, "lru", rules, seals=seals)
+
+
+@pytest.mark.parametrize("rules", [(KEEP_ALL,), GROUPS[1]], ids=str)
+@IN_FULL
+def test_random_operations_with_guardrails(rules: tuple[KeepRule, ...], in_full: bool) -> None:
+    """The same with targets, and a clock that jumps: every step gets on, and every request ends as it does alone."""
+    seen: Counter[str] = Counter()
+    asked = ("refused", "a cap below a step", "waits for the cap", "ahead")
+    for seed in until_seen(range(20, 32), seen, asked, in_full=in_full):
+        seen += random_operations(seed, 300, "lru", rules, guarded=True)
+    assert min(seen[what] for what in asked) > 0
 
 
 @pytest.mark.parametrize("rules", PACKING, ids=str)
@@ -1380,16 +1590,19 @@ def test_what_is_worth_testing_happens() -> None:
         "forked inside a block",
         "joined at commit",
         "lean on a promise",
+        "loses least",
         "lost what was not sealed",
         "not ahead: a fork",
         "not ahead: a join",
         "not ahead: memory",
+        "not the last was preempted",
         "overtakes",
         "pin given up for one that runs",
         "pin given up for one that waits",
         "pinned",
         "preempted",
         "prefix hit",
+        "reserves",
         "reset during a step",
         "reset during two steps",
         "samples cancelled in the step that forks",
@@ -1400,6 +1613,7 @@ def test_what_is_worth_testing_happens() -> None:
         "somebody new waits for a search",
         "two culprits in a step",
         "waits for memory",
+        "went itself",
         "what a preemption kept",
     ):
         assert seen[what] > 0, f"{what} never happened: {seen}"

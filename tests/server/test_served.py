@@ -58,7 +58,7 @@ def test_what_the_queue_refuses_has_cost_nothing(monkeypatch):
         context = Limit(100)
         cached_block_size = None
 
-        def submit(self, *_):
+        def submit(self, *_, **__):
             msg = "The queue is full."
             raise QueueFullError(msg, retry_after_s=1)
 

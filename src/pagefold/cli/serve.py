@@ -124,9 +124,9 @@ def _accounts(path: str | None, config: EngineConfig) -> tuple[Account, ...]:
 
     accounts = () if path is None else read_key_file(path, lambda line: typer.echo(line, err=True))
     urgent = next((account for account in accounts if account.priority), None)
-    if urgent is not None and config.scheduling_policy == "fcfs":
+    if urgent is not None and config.scheduling_policy in ("fcfs", "lpm"):
         what = f"Class {urgent.customer_class} has priority {urgent.priority}"
-        msg = f"{what}, but requests are served first come first served."
+        msg = f"{what}, but {config.scheduling_policy} looks at none."
         raise ConfigError(msg, remedy="Start with --scheduling-policy priority, or give the class priority 0.")
     offered = config.kv_keep or (1.0,)
     other = next((account for account in accounts if account.kv_keep not in (None, *offered)), None)

@@ -31,9 +31,11 @@ Device: TypeAlias = Literal["auto", "cpu", "cuda"]
 AttentionBackend: TypeAlias = Literal["auto", "cpu", "cuda", "reference"]
 ModelImpl: TypeAlias = Literal["auto", "pagefold", "transformers"]
 TransportCodec: TypeAlias = Literal["none", "lossless", "lossy7", "lossy6"]
-SchedulingPolicyName: TypeAlias = Literal["fcfs", "priority"]
+SchedulingPolicyName: TypeAlias = Literal["fcfs", "priority", "lpm"]
+Admission: TypeAlias = Literal["predicted", "prompt", "max_tokens"]
 
 _MAX_BLOCK_SIZE = 256
+_MOST_TARGET_MS = 24 * 60 * 60 * 1000
 _NUM_SINKS = 4
 """As in StreamingLLM (Xiao et al., 2023, section 3.3): four are enough."""
 
@@ -107,9 +109,23 @@ class EngineConfig:
         speculative_config: who drafts what requests will sample, so that a step finds several of their tokens; None for
             nobody. It changes no output. A mapping with the fields of ``SpeculativeParams`` will do.
         seed: of the draws of requests that bring no seed.
-        scheduling_policy: who goes first: ``fcfs``, or ``priority`` (the smallest ``priority`` of a request).
-        priority_aging_s: with ``priority``, seconds of waiting that are worth one level.
+        scheduling_policy: who goes first: ``fcfs``; ``priority`` (the smallest ``priority`` of a request); or ``lpm``
+            (the longest prefix in the cache).
+        priority_aging_s: with ``priority``, seconds of waiting that are worth one level; with ``lpm``, after so many
+            nobody overtakes.
+        admission: when a request that waits is let in: when its prompt and ``predicted`` output fit beside the
+            predicted growth of those that run; when its ``prompt`` does beside what runs; when all its ``max_tokens``
+            do beside all of theirs.
+        max_num_partial_prefills: prompts that may be partly computed at once; None for any number. (vLLM has 1.)
+        max_long_partial_prefills: long ones among them; None for any number. Short prompts overtake a long one that
+            waits for a place, 32 at most.
+        long_prefill_token_threshold: tokens beyond which a prompt is long, and the most that a step computes of any; 0
+            for no prompt is long.
         request_timeout_s: seconds after which a request that has not finished is ended; None for never.
+        target_ttft_ms: milliseconds to the first token that a server keeps: it refuses requests which would wait longer
+            (see ``scheduler/guardrails``). None for no target.
+        target_itl_ms: milliseconds between two tokens of a request, the 95th percentile, that the engine keeps: it goes
+            without drafts then, and computes prompts in smaller pieces. None for no target.
         max_pinned_share: of all blocks, how many pins may keep together, 0 to 1.
         pin_half_life_s: seconds in which a pin's priority halves.
 
@@ -227,12 +243,50 @@ class EngineConfig:
         ),
     ] = None
     seed: Annotated[int, Flag("Of requests that bring none.")] = 0
-    scheduling_policy: Annotated[SchedulingPolicyName, Flag("Who goes first: fcfs, or priority (the smallest).")] = (
-        "fcfs"
-    )
-    priority_aging_s: Annotated[float, Flag("Seconds of waiting that are worth one level of priority.")] = 60.0
+    scheduling_policy: Annotated[
+        SchedulingPolicyName,
+        Flag("Who goes first: fcfs, priority (the smallest), or lpm (the longest prefix in the cache)."),
+    ] = "fcfs"
+    priority_aging_s: Annotated[
+        float, Flag("Seconds of waiting that are worth one level of priority; after which nobody overtakes with lpm.")
+    ] = 60.0
+    admission: Annotated[
+        Admission,
+        Flag(
+            "Let a request in when its predicted output, its prompt alone, or all its max_tokens fit beside the same "
+            "of those that run: predicted, prompt or max_tokens."
+        ),
+    ] = "predicted"
+    max_num_partial_prefills: Annotated[
+        int | None, Flag("Prompts that may be partly computed at once; any number if not given.", metavar="NUM")
+    ] = None
+    max_long_partial_prefills: Annotated[
+        int | None,
+        Flag("Long ones among them; short prompts overtake those that wait. Any number if not given.", metavar="NUM"),
+    ] = None
+    long_prefill_token_threshold: Annotated[
+        int,
+        Flag(
+            "Prompts beyond it are long, and no step computes more of any; 0 for no prompt is long.", metavar="TOKENS"
+        ),
+    ] = 0
     request_timeout_s: Annotated[
         float | None, Flag("Seconds after which an unfinished request is ended; never if not given.")
+    ] = None
+    target_ttft_ms: Annotated[
+        float | None,
+        Flag(
+            "Refuse requests, with 429, that would wait longer than so many milliseconds for their first token.",
+            metavar="MS",
+        ),
+    ] = None
+    target_itl_ms: Annotated[
+        float | None,
+        Flag(
+            "Keep the 95th percentile of the time between two tokens under so many milliseconds: without drafts, and "
+            "with smaller prefills.",
+            metavar="MS",
+        ),
     ] = None
     max_pinned_share: Annotated[float, Flag("Of all KV blocks, how many pins may keep together.")] = 0.5
     pin_half_life_s: Annotated[float, Flag("Seconds in which a pin's priority halves.")] = 3600.0
@@ -259,6 +313,7 @@ class EngineConfig:
         one_of("quantization", self.quantization, (None, "int8", "w8a8_int8"))
         one_of("eviction_policy", self.eviction_policy, ("default", *POLICIES))
         one_of("scheduling_policy", self.scheduling_policy, get_args(SchedulingPolicyName))
+        one_of("admission", self.admission, get_args(Admission))
         if not 0 < self.priority_aging_s < float("inf"):  # without end, priority 0 would have no order
             raise bad_value("priority_aging_s", self.priority_aging_s, "a positive number of seconds")
         if self.request_timeout_s is not None and not self.request_timeout_s > 0:
@@ -269,6 +324,7 @@ class EngineConfig:
         if not 1 <= self.block_size <= _MAX_BLOCK_SIZE or self.block_size & (self.block_size - 1):
             raise bad_value("block_size", self.block_size, f"a power of two up to {_MAX_BLOCK_SIZE}")
         self._check_sizes()
+        self._check_targets()
 
     def _check_sizes(self) -> None:
         if self.threads is not None and self.threads < 1:
@@ -294,6 +350,7 @@ class EngineConfig:
                 self.max_num_batched_tokens,
                 f"at least max_num_seqs ({self.max_num_seqs}), so that every running request gets a token in each step",
             )
+        self._check_prefills()
         self._check_pins()
         self._check_sinks()
         self._check_keep()
@@ -308,6 +365,26 @@ class EngineConfig:
     def has_slow_tiers(self) -> bool:
         """Whether blocks are kept on a disk or in a remote pool."""
         return self.kv_disk_path is not None or self.kv_remote_url is not None
+
+    def _check_prefills(self) -> None:
+        num_partial, num_long = self.max_num_partial_prefills, self.max_long_partial_prefills
+        threshold = self.long_prefill_token_threshold
+        if num_partial is not None and num_partial < 1:
+            raise bad_value("max_num_partial_prefills", num_partial, "at least 1, or left out for any number")
+        if threshold < 0:
+            raise bad_value("long_prefill_token_threshold", threshold, "at least 1, or 0 for no prompt is long")
+        if isinstance(self.max_model_len, int) and threshold > self.max_model_len:
+            raise bad_value(
+                "long_prefill_token_threshold", threshold, f"at most max_model_len ({self.max_model_len}), or 0"
+            )
+        if num_long is None:
+            return
+        if num_long < 1 or (num_partial is not None and num_long > num_partial):
+            most = "" if num_partial is None else f" and at most max_num_partial_prefills ({num_partial})"
+            raise bad_value("max_long_partial_prefills", num_long, f"at least 1{most}, or left out for any number")
+        if not threshold:
+            msg = f"max_long_partial_prefills is {num_long}, but no prompt is long: long_prefill_token_threshold is 0."
+            raise ConfigError(msg, remedy="Give long_prefill_token_threshold, in tokens, or leave it out.")
 
     def _check_tiers(self) -> None:
         if not 0 <= self.kv_offloading_size < float("inf"):
@@ -375,6 +452,12 @@ class EngineConfig:
         if beside is not None:
             msg = f"kv_keep and {beside} are set, which do not go together yet."
             raise ConfigError(msg, remedy="Leave one of them out.")
+
+    def _check_targets(self) -> None:
+        for name in ("target_ttft_ms", "target_itl_ms"):
+            target_ms = getattr(self, name)
+            if target_ms is not None and not 0 < target_ms <= _MOST_TARGET_MS:
+                raise bad_value(name, target_ms, "a positive number of milliseconds, a day's at most, or none at all")
 
     def _check_pins(self) -> None:
         if not 0 <= self.max_pinned_share <= 1:

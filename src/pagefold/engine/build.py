@@ -19,6 +19,7 @@ from pagefold.engine.namespace import namespace_of
 from pagefold.engine.on_card import ran_out
 from pagefold.engine.overlapped import OverlappedEngine
 from pagefold.engine.planning import hardware_of
+from pagefold.engine.target_check import broken_targets
 from pagefold.engine.verdicts import check_quality
 from pagefold.events import CacheConfigured, Emit, ignore
 from pagefold.kv import (
@@ -37,7 +38,18 @@ from pagefold.kv import (
     make_policy,
 )
 from pagefold.memory.capacity import human_bytes
-from pagefold.scheduler import NO_TIERING, SCHEDULING_POLICIES, Scheduler, SchedulerLimits, Tiering
+from pagefold.scheduler import (
+    NO_GUARDRAILS,
+    NO_TIERING,
+    SCHEDULING_POLICIES,
+    Guardrails,
+    PrefillLimits,
+    Rates,
+    Scheduler,
+    SchedulerLimits,
+    Targets,
+    Tiering,
+)
 from pagefold.speculation import NgramDrafter, StepCosts, TreeDrafter
 
 if TYPE_CHECKING:
@@ -179,8 +191,16 @@ def _assemble(
     )
     scheduler = Scheduler(
         core,
-        SchedulerLimits(config.max_num_seqs, config.max_num_batched_tokens),
+        SchedulerLimits(
+            config.max_num_seqs,
+            config.max_num_batched_tokens,
+            PrefillLimits(
+                config.max_num_partial_prefills, config.max_long_partial_prefills, config.long_prefill_token_threshold
+            ),
+        ),
+        guardrails=_guardrails(config, runner),
         policy=SCHEDULING_POLICIES[config.scheduling_policy](config.priority_aging_s),
+        admission=config.admission,
         emit=emit,
     )
     tiering = NO_TIERING
@@ -214,6 +234,26 @@ def _assemble(
         request_timeout_s=config.request_timeout_s,
         emit=emit,
     )
+
+
+def _guardrails(config: EngineConfig, runner: TorchRunner) -> Guardrails:
+    """Return what keeps the targets, if there are any, with what this machine takes before it is busy."""
+    targets = Targets(_seconds(config.target_ttft_ms), _seconds(config.target_itl_ms))
+    if targets == Targets():
+        return NO_GUARDRAILS
+    (step_s,) = runner.seconds_of_steps([1])
+    for told in broken_targets(targets, step_s):
+        _log.warning(told)
+    return Guardrails.of(
+        targets,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        block_size=config.block_size,
+        rates=Rates.measured_at_start(1, runner.seconds_per_token()),
+    )
+
+
+def _seconds(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1000
 
 
 def _drafting(

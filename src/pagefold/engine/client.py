@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from pagefold.engine.foresight import Foreseen
     from pagefold.engine.pins import PinReport
     from pagefold.engine.status import EngineStatus
+    from pagefold.engine.together import Together
     from pagefold.engine.token_stream import TokenStream
     from pagefold.memory.limit import Limit
     from pagefold.request import Caller, EndedSession, SessionRef
@@ -63,15 +64,20 @@ class EngineClient(Protocol):
             InvalidRequestError: it does not compile, or takes too much.
         """
 
-    def submit(
+    def submit(  # noqa: PLR0913 - a request, by name
         self,
         request_id: str,
         prompt_token_ids: Sequence[int],
         sampling: SamplingParams,
         caller: Caller = ANYBODY,
         grammar: Grammar | None = None,
+        *,
+        together: Together | None = None,
     ) -> TokenStream:
         """Queue a request; its stream must be closed, also when it was never read. Called in an event loop.
+
+        Those that come as one have one ``together``. Where the server has a target for the first token, the engine may
+        refuse them yet: the stream's :meth:`~pagefold.engine.token_stream.TokenStream.taken` says so.
 
         Raises:
             InvalidRequestError: it can never be served; with the field at fault.

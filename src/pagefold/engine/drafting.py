@@ -123,7 +123,9 @@ class Drafting:
     @property
     def drafts_for_any(self) -> bool:
         """Whether anybody who runs may get drafts: then no step is planned before the last one's tokens are known."""
-        return any(request.speculation is not None for request in self._scheduler.running)
+        return self._scheduler.guardrails.pacing.allows_drafts and any(
+            request.speculation is not None for request in self._scheduler.running
+        )
 
     def cache_sizes(self) -> list[CacheSize]:
         """Return what drafters keep beside what they know of requests. Plain reads, so any thread may ask."""
@@ -135,7 +137,8 @@ class Drafting:
         self._learn()
         self.forget_ended()
         running = self._scheduler.running
-        if self._scheduler.suspicion.is_on:  # whoever is looked for is looked for without them
+        is_allowed = self._scheduler.guardrails.pacing.allows_drafts
+        if not is_allowed or self._scheduler.suspicion.is_on:  # whoever is looked for is looked for without them
             for request in running:
                 request.drafts = ()
             return

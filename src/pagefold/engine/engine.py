@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from pagefold.beams import BeamGroup, BeamSearch
 from pagefold.engine.drafting import NO_DRAFTING
 from pagefold.engine.foresight import foresee
+from pagefold.engine.load_shed import load_shed
 from pagefold.engine.open_outputs import OpenOutputs
 from pagefold.engine.output_rules import matchers
 from pagefold.engine.pins import PinReport, report_pins
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from pagefold.engine.foresight import Foreseen
     from pagefold.engine.limits import ModelLimits
     from pagefold.engine.outputs import OutputDelta
+    from pagefold.engine.together import Together
     from pagefold.kv.transfers import TierUse
     from pagefold.memory.capacity import Capacity
     from pagefold.request import EndedSession, SessionRef
@@ -157,13 +159,15 @@ class Engine:
             raise InvalidRequestError(msg, param=FIELD, remedy="Leave it out.")
         return self._compiler.compile(params)
 
-    def add(
+    def add(  # noqa: PLR0913 - a request, by name
         self,
         request_id: str,
         prompt_token_ids: Sequence[int],
         sampling: SamplingParams,
         caller: Caller = ANYBODY,
         grammar: Grammar | None = None,
+        *,
+        together: Together | None = None,
     ) -> None:
         """Queue a request, with all its samples.
 
@@ -173,9 +177,11 @@ class Engine:
             sampling: how to choose tokens, and when to stop.
             caller: who asks.
             grammar: of ``sampling.structured_outputs``, from :meth:`compile_grammar`; None if that is None.
+            together: with whom it comes, and may be refused if it would wait too long; None takes it at any rate.
 
         Raises:
             InvalidRequestError: see :meth:`check`; or the id is in use.
+            LoadShedError: it would wait longer than the target allows.
             PinQuotaError: it asks for a pin that is more than the quota leaves.
         """
         self.check(prompt_token_ids, sampling, caller)
@@ -187,7 +193,7 @@ class Engine:
         max_total = self.capacity.max_model_len
         if sampling.max_tokens is not None:
             max_total = min(max_total, len(prompt_token_ids) + sampling.max_tokens)
-        priority = caller.priority + (0 if self.scheduler.policy.name == "fcfs" else caller.tier_offset)
+        priority = caller.priority + (0 if self.scheduler.policy.name in ("fcfs", "lpm") else caller.tier_offset)
         seed = sampling.seed if sampling.seed is not None else hash((self._seed, self._num_requests))
         self._num_requests += 1
         now = self._clock()
@@ -226,8 +232,10 @@ class Engine:
             self._checks.check_pin_quota(samples[0])
         if sampling.use_beam_search:
             _search_beams(samples)
-        self._outputs.begin(samples, prompt_token_ids)
         first, *first.forks = samples
+        if together is not None:
+            together.judge(lambda: load_shed(self.scheduler.judge(first)))
+        self._outputs.begin(samples, prompt_token_ids)
         self.scheduler.add(first)
         self.tiering.begin(first, now)
 
@@ -326,7 +334,7 @@ class Engine:
             raise
         began, now = now, self._clock()
         self.tiering.computed(len(plan.token_ids), plan.num_rows, now - began)
-        requests = self.scheduler.apply(result)
+        requests = self.scheduler.apply(result, now)
         tell_tokens(self._emit, requests, now, self.scheduler.core.block_size)
         for request in requests:
             told = self._outputs.deltas(request, request.finish_reason, now)

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, TypeVar
 from pagefold.engine.outputs import OutputDelta
 from pagefold.engine.queue_bound import QueueBound
 from pagefold.engine.status import EngineStatus
-from pagefold.engine.token_stream import TokenStream
+from pagefold.engine.together import Together
+from pagefold.engine.token_stream import Taken, TokenStream
 from pagefold.errors import EngineStoppedError
 from pagefold.request import ANYBODY
 
@@ -128,29 +129,37 @@ class EngineThread:
             compiling = self._compilers.submit(self._engine.compile_grammar, params)
         return await asyncio.wrap_future(compiling)
 
-    def submit(
+    def submit(  # noqa: PLR0913 - a request, by name
         self,
         request_id: str,
         prompt_token_ids: Sequence[int],
         sampling: SamplingParams,
         caller: Caller = ANYBODY,
         grammar: Grammar | None = None,
+        *,
+        together: Together | None = None,
     ) -> TokenStream:
         """See :class:`~pagefold.engine.client.EngineClient`."""
         self._engine.check(prompt_token_ids, sampling, caller)
         num_samples = sampling.num_samples
         loop = asyncio.get_running_loop()
-        stream = TokenStream(loop, num_samples, lambda stream: self._commands.put(lambda: abort(stream)))
+        with_whom = together or Together()
+        is_judged = self._engine.scheduler.guardrails.shedder.is_on
+        stream = TokenStream(
+            loop, num_samples, lambda stream: self._commands.put(lambda: abort(stream)), is_taken=not is_judged
+        )
 
         def add() -> None:
             try:
-                self._engine.add(request_id, prompt_token_ids, sampling, caller, grammar)
+                self._engine.add(request_id, prompt_token_ids, sampling, caller, grammar, together=with_whom)
             except Exception as error:  # noqa: BLE001 - whoever asked is told
                 failure = error  # Python forgets `error` where this clause ends
                 self._count_end(num_samples)
                 _call(stream.loop, lambda: stream.deltas.put_nowait(failure))
             else:
                 self._streams[request_id] = stream
+                if is_judged:
+                    _call(stream.loop, lambda: stream.deltas.put_nowait(Taken()))
 
         def abort(stream: TokenStream) -> None:
             if self._streams.get(request_id) is stream:

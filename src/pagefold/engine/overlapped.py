@@ -167,8 +167,8 @@ class OverlappedEngine(Engine):
             self._take_back_all(interrupt)
             raise
         self._launched.popleft()
-        requests = self.scheduler.apply(result)
         now = self._clock()
+        requests = self.scheduler.apply(result, now)
         self._learn(launched, now)
         tell_tokens(self._emit, requests, now, self.scheduler.core.block_size)
         self._landed += [(request, request.finish_reason) for request in requests]

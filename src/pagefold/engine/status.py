@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
+from pagefold.scheduler import GuardrailStatus
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -53,6 +55,7 @@ class EngineStatus:
         caches: what else is kept, each with its bound.
         tier_uses: of each slow tier that knows it what it has.
         kinds: the kinds of blocks that requests may ask for, and how many there are of each.
+        guardrails: what they do, where there are targets.
     """
 
     num_running: int = 0
@@ -74,6 +77,7 @@ class EngineStatus:
     caches: tuple[CacheSize, ...] = ()
     tier_uses: Mapping[str, TierUse] = field(default_factory=dict)
     kinds: tuple[KindCount, ...] = ()
+    guardrails: GuardrailStatus = field(default_factory=GuardrailStatus)
 
     @property
     def num_for_capacity(self) -> int:
@@ -115,5 +119,6 @@ class EngineStatus:
             num_unsaved_blocks=len(slow.host.blocks.unsaved),
             tiers_fast={tier: slow.arbiter.is_fast(tier) for tier in tuple(slow.arbiter.links)},
             is_healthy=is_healthy,
+            guardrails=scheduler.guardrails.status(is_idle=not scheduler.has_requests),
             tier_uses=tier_uses,
         )

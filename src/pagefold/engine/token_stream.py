@@ -11,7 +11,11 @@ from pagefold.engine.outputs import OutputDelta
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["TokenStream"]
+__all__ = ["Taken", "TokenStream"]
+
+
+class Taken:
+    """The engine has taken a request: it stands in the queue."""
 
 
 class TokenStream:
@@ -20,14 +24,31 @@ class TokenStream:
     A reader that is slower than the engine gets what has come meanwhile as one delta, and so catches up. Deltas with
     logprobs come one by one.
 
+    Args:
+        loop: where it is read.
+        num_samples: of the request.
+        abort: called when its reader stops before the end.
+        is_taken: whether the engine has taken the request, or will not judge it.
+
+    Attributes:
+        is_taken: whether the engine has taken it, as far as its reader knows.
+
     Raises:
-        InvalidRequestError, EngineStoppedError: the engine refused the request, or failed.
+        InvalidRequestError, EngineStoppedError, LoadShedError: the engine refused the request, or failed.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, num_samples: int, abort: Callable[[TokenStream], None]) -> None:
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        num_samples: int,
+        abort: Callable[[TokenStream], None],
+        *,
+        is_taken: bool = True,
+    ) -> None:
         self.loop = loop
         self.num_samples = num_samples
-        self.deltas: asyncio.Queue[OutputDelta | Exception] = asyncio.Queue()
+        self.deltas: asyncio.Queue[OutputDelta | Taken | Exception] = asyncio.Queue()
+        self.is_taken = is_taken
         self._held: deque[list[OutputDelta] | Exception] = deque()  # taken from the queue; a list is told as one
         self._growing: dict[int, list[OutputDelta]] = {}  # the lists of ``_held`` that may grow, by sample
         self._abort = abort
@@ -41,7 +62,7 @@ class TokenStream:
         """Return the next delta."""
         if self._has_ended:
             raise StopAsyncIteration
-        if not self._held:
+        while not self._held:
             self._hold(await self.deltas.get())
         while not self.deltas.empty():
             self._hold(self.deltas.get_nowait())
@@ -55,8 +76,24 @@ class TokenStream:
         self._has_ended = delta.is_last
         return delta
 
-    def _hold(self, arrived: OutputDelta | Exception) -> None:
+    async def taken(self) -> None:
+        """Return when the engine has taken the request, so that a response may begin; before it is iterated over.
+
+        Raises:
+            InvalidRequestError, EngineStoppedError, LoadShedError: it was not taken.
+        """
+        while not self.is_taken:
+            arrived = await self.deltas.get()
+            if isinstance(arrived, Exception):
+                self._has_ended = True
+                raise arrived
+            self._hold(arrived)
+
+    def _hold(self, arrived: OutputDelta | Taken | Exception) -> None:
         """Put what has arrived to what waits of its sample, or else behind all: each sample's deltas stay in order."""
+        self.is_taken = True
+        if isinstance(arrived, Taken):
+            return
         if isinstance(arrived, Exception):
             self._held.append(arrived)
         elif arrived.can_merge and arrived.index in self._growing:

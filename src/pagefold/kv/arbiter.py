@@ -39,6 +39,9 @@ _MIN_LEARNT_TOKENS, _MIN_LEARNT_A_ROW = 64, 8
 
 _INSTANT_S = 1e-12
 
+_COPY_SHARE = 0.01
+"""What restoring takes where the host's memory is the device's: a copy, of some hundredth of what computing takes."""
+
 _MARGIN = 0.8
 """Loading must take at most this share of computing: measurements err, and a hit is not to be slower than a miss."""
 
@@ -195,6 +198,16 @@ class Arbiter:
         self.num_unrestored += 1
         link.recover()
         return False
+
+    def restore_share(self, tier: str) -> float:
+        """Return what restoring a place of a path from ``tier`` takes, as a share of computing it; at most 1.
+
+        Some hundredth where the tier's link is not known.
+        """
+        link = self.links.get(tier)
+        if link is None:
+            return _COPY_SHARE
+        return min(1.0, self.place_bytes / link.bytes_per_s / max(self.compute_s(1), _INSTANT_S))
 
     def goes_on(self, num_arrived: int, num_left: int, waited_s: float, num_places: int) -> bool:
         """Whether a request should wait for ``num_left`` blocks, since so many arrived in ``waited_s``.

@@ -20,6 +20,7 @@ The core's parts have what is theirs:
     core.host, slow     the tiers behind the device (``host_tier.py``, ``slow_tiers.py``)
     core.uses           what is noted of blocks that are used, and hints
     core.forgetting     what must not be found any more
+    core.losses         what giving up a sequence's blocks would come to
     core.residuals      where sequences have their unsealed blocks, of a codec that seals (``residuals.py``)
     core.streaming      sequences larger than the device (``streaming.py``): these begin with ``begin_streaming``
     core.packing        what was kept of chunks that are not seen whole any more (``packing.py``)
@@ -42,6 +43,7 @@ from pagefold.kv.host_tier import NO_HOST
 from pagefold.kv.keep import KEEP_ALL
 from pagefold.kv.keep_rules import KeepRules
 from pagefold.kv.lodger import Lodgers
+from pagefold.kv.losses import Losses
 from pagefold.kv.missing import NOTHING_MISSING
 from pagefold.kv.moves import Moves
 from pagefold.kv.packing import NO_PACKING, Packing
@@ -95,8 +97,8 @@ class KVCore:
         publishes: whether anything is ever cached.
         trims: whether any group gives blocks back while a sequence runs.
         rules: what each cache group keeps.
-        blocks, moves, publishing, pins, host, slow, uses, forgetting, residuals, streaming, packing, lodgers: the
-            parts, as the module says.
+        blocks, moves, publishing, pins, host, slow, uses, forgetting, losses, residuals, streaming, packing, lodgers:
+            the parts, as the module says.
         arbiter: weighs restoring against computing.
         pool, tree, policy: of ``blocks``.
         caches: all that were acquired and not released.
@@ -137,6 +139,7 @@ class KVCore:
         self.publishing = (Publishing if is_plain else PublishingByGroups)(blocks, block_size, emit)
         self.pins = PinTable(blocks.pool, self.rules, pin_limits, update_evictable=blocks.update_evictable, emit=emit)
         self.streaming = Streaming(blocks.pool, host, block_size, self.moves.store) if allow_streaming else NO_STREAMING
+        self.losses = Losses(blocks.pool, host, self.arbiter, block_size)
         self.uses = Uses(blocks, emit)
         self._holding = Holding(blocks, self.rules, self.moves, host, self.uses)
         packs = self.rules.packing is not None

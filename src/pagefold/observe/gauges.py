@@ -99,6 +99,31 @@ class Gauges:
             "KV blocks that hold what was kept of older chunks, in use or cached, by the same labels.",
             [({"kind": one.name, "codec": one.codec or "none"}, one.num_packed) for one in status.kinds],
         )
+        pacing, shedding = status.guardrails
+        yield self._family(
+            "pagefold:prefill_cap_tokens",
+            "Prompt tokens that a step may compute beside those that decode, as --target-itl-ms has it now; none "
+            "without that.",
+            [] if pacing is None else [({}, pacing.prefill_cap_tokens)],
+        )
+        yield self._family(
+            "pagefold:drafts_allowed",
+            "1 where requests may get drafts, 0 where they go without since tokens came too slowly for "
+            "--target-itl-ms; none without that.",
+            [] if pacing is None else [({}, pacing.allows_drafts)],
+        )
+        yield self._family(
+            "pagefold:shedding",
+            "1 while requests are refused that would get their first token too late for --target-ttft-ms, else 0; "
+            "none without that.",
+            [] if shedding is None else [({}, shedding.is_on)],
+        )
+        yield self._family(
+            "pagefold:expected_ttft_seconds",
+            "When a short prompt behind all others is expected to get its first token: how long it waits until it is "
+            "let in, by what was measured; none without --target-ttft-ms.",
+            [] if shedding is None else [({}, shedding.expected_s)],
+        )
         yield self._family(
             "pagefold:cache_bytes",
             "What the label's cache takes at most with what it keeps now. Blocks of KV are no part of any.",

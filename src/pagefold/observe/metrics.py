@@ -23,8 +23,10 @@ from pagefold.events import (
     PrefixLookup,
     PrefixMissed,
     PromptFinished,
+    RefusalReason,
     RequestCorrupted,
     RequestPreempted,
+    RequestRefused,
     RequestStreamed,
     StepAbandoned,
     StepApplied,
@@ -117,6 +119,7 @@ class Metrics:
             PromptFinished: self._on_prompt_finished,
             RequestCorrupted: self._on_request_corrupted,
             RequestPreempted: self._on_request_preempted,
+            RequestRefused: self._on_request_refused,
             RequestStreamed: self._on_request_streamed,
             StepAbandoned: self._on_step_abandoned,
             StepApplied: self._on_step_applied,
@@ -280,9 +283,17 @@ class Metrics:
         self._steps_failed = self._series.counter(
             "pagefold:steps_failed", "Steps whose results were lost and taken back."
         )
+        self._refused = self._series.counters(
+            "pagefold:requests_refused",
+            "Requests that could have been served and were not taken, by why: ttft_target where the first token would "
+            "have come later than --target-ttft-ms allows.",
+            "reason",
+            get_args(RefusalReason),
+        )
         self._responses = Counter(
             "pagefold:http_responses",
-            "HTTP responses by the labels route, as the API's description has it, and status: 429 is a full queue. "
+            "HTTP responses by the labels route, as the API's description has it, and status: 429 is a full "
+            "queue, or a target that would not be kept. "
             "Paths that are no route, and requests that are refused before it is looked up, are of route other.",
             (*self._labels, "route", "status"),
             registry=self.registry,
@@ -492,6 +503,9 @@ class Metrics:
 
     def _on_request_preempted(self, _event: RequestPreempted) -> None:
         self._preemptions.inc()
+
+    def _on_request_refused(self, event: RequestRefused) -> None:
+        self._refused[event.reason].inc()
 
     def _on_step_abandoned(self, _event: StepAbandoned) -> None:
         self._steps_failed.inc()

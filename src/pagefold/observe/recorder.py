@@ -66,6 +66,10 @@ _SETTINGS = (
     "eviction_policy",
     "scheduling_policy",
     "priority_aging_s",
+    "admission",
+    "max_num_partial_prefills",
+    "max_long_partial_prefills",
+    "long_prefill_token_threshold",
     "max_pinned_share",
     "allow_streaming",
     "pin_half_life_s",
@@ -238,6 +242,8 @@ class TraceRecorder:
         line: dict[str, Any] = {"step": plan.step_id, "at": plan.now_s, "rows": plan.num_rows}
         if plan.num_rows:
             line |= {"computed": plan.num_tokens, "read": plan.num_read, "took": self._clock() - step.began_s}
+        if plan.prefill_cap_tokens is not None:
+            line["prefill_cap"] = plan.prefill_cap_tokens
         if has_failed:
             line["failed"] = True
         if step.hits:

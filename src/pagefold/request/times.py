@@ -16,6 +16,8 @@ class RequestTimes:
         scheduled_s: a step was first planned with it. What comes after, a preemption or a failed step, changes nothing.
         first_token_s, last_token_s: it got its first token, and the last one so far.
         num_ahead: how many requests waited already when it came.
+        computed_wait_s: how long it was to wait until it is let in, by what was measured when it came; None where
+            nobody asks, or it has been let in.
     """
 
     arrival_s: float
@@ -23,6 +25,7 @@ class RequestTimes:
     first_token_s: float | None = None
     last_token_s: float | None = None
     num_ahead: int = 0
+    computed_wait_s: float | None = None
 
     @property
     def queue_s(self) -> float | None:

@@ -1,4 +1,8 @@
-"""Admission: who is let in from the head of the queue, with which blocks."""
+"""Admission: who is let in, with which blocks.
+
+That is whom the scheduling policy has go next: mostly the head of the queue. Where the head waits for a place among
+long prompts, those behind it may overtake it (``overtaking.py``); else nobody does.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,14 @@ from typing import TYPE_CHECKING
 
 from pagefold.events import Emit, RequestStreamed, WaitCause
 from pagefold.request import RequestStatus
+from pagefold.scheduler.overtaking import Overtaking
 
 if TYPE_CHECKING:
-    from pagefold.kv import KVCore
+    from pagefold.kv import KVCore, PrefixHit
+    from pagefold.request import Request
+    from pagefold.scheduler.growth import AdmissionRule
+    from pagefold.scheduler.limits import SchedulerLimits
+    from pagefold.scheduler.policy import SchedulingPolicy
     from pagefold.scheduler.queues import Queues
     from pagefold.scheduler.relief import Relief
     from pagefold.scheduler.sessions import Sessions
@@ -19,7 +28,7 @@ __all__ = ["Admission"]
 
 
 class Admission:
-    """Lets requests in, one after another: nobody overtakes the head of the queue.
+    """Lets requests in, one after another.
 
     Args:
         core: the KV core.
@@ -27,7 +36,9 @@ class Admission:
         streamer: knows who must stream.
         relief: finds memory.
         sessions: know for whom blocks are used.
-        max_num_seqs: sequences running at once.
+        rule: is told who runs.
+        policy: says who is next.
+        limits: of a step.
         emit: where events go.
     """
 
@@ -38,7 +49,9 @@ class Admission:
         streamer: Streamer,
         relief: Relief,
         sessions: Sessions,
-        max_num_seqs: int,
+        rule: AdmissionRule,
+        policy: SchedulingPolicy,
+        limits: SchedulerLimits,
         emit: Emit,
     ) -> None:
         self._core = core
@@ -46,7 +59,11 @@ class Admission:
         self._streamer = streamer
         self._relief = relief
         self._sessions = sessions
-        self._max_num_seqs = max_num_seqs
+        self._rule = rule
+        self._policy = policy
+        self._max_num_seqs = limits.max_num_seqs
+        self._prefills = limits.prefills
+        self._overtaking = Overtaking()
         self._emit = emit
 
     def num_seats(self, step: StepInFlight) -> int:
@@ -60,24 +77,75 @@ class Admission:
         return num_seats
 
     def admit(self, step: StepInFlight, budget: int) -> WaitCause | None:
-        """Let the head of the queue run, as the last of those that do; or return why it must wait.
+        """Let somebody run, as the last of those that do; or return why who is next must wait.
 
         Its cache has room for what it may compute of ``budget`` tokens.
         """
         if budget <= 0:
             return "tokens"
-        core, now = self._core, step.now
-        request = self._queues.waiting[0]
+        waiting = self._queues.waiting
+        request = waiting[0] if len(waiting) == 1 else self._policy.choose(waiting, step.now, self._num_cached)
+        cause = self._let_in(request, step, budget)
+        if cause != "prefills" or not self._lacks_long_place(request, step):
+            return cause
+        for other in self._overtaking.beside(request, waiting):
+            if not self._lacks_long_place(other, step):
+                if self._let_in(other, step, budget, beside=request) is not None:
+                    return cause
+                self._overtaking.has_passed(other, waiting)
+                return None
+        return cause
+
+    def _num_cached(self, request: Request) -> int:
+        """Return how many tokens of a request that waits need not be computed."""
+        found = self._core.match(request.namespace, request.packed(), request.max_hit_tokens, mask=request.mask)
+        return found.num_blocks * self._core.block_size + found.num_partial_tokens
+
+    def _lacks_long_place(self, request: Request, step: StepInFlight) -> bool:
+        if not self._prefills.is_long(request.num_tokens):  # whatever is found of it
+            return False
+        return self._prefills.lacks_long_place(request.num_tokens - self._num_cached(request), self._partial(step))
+
+    def _partial(self, step: StepInFlight) -> list[Request]:
+        """Return whose prompts are partly computed behind a step."""
+        set_aside = self._queues.set_aside
+        return [*step.partial, *(one for one in set_aside if one.num_computed_tokens + 1 < one.num_tokens)]
+
+    def _let_in(
+        self, request: Request, step: StepInFlight, budget: int, beside: Request | None = None
+    ) -> WaitCause | None:
+        """Let ``request`` run; or return why it must wait.
+
+        Args:
+            request: that waits.
+            step: being planned.
+            budget: tokens that are left of it.
+            beside: who waits before it, and keeps the memory that it is going to get.
+        """
         if request.num_seqs > self.num_seats(step):
             return "seats"
         streams = self._streamer.streams(request)
-        if streams and not self._relief.room_to_stream(request, now):
+        if streams and not self._relief.room_to_stream(request, step.now):
             return "memory"
-        found = core.match(request.namespace, request.packed(), request.max_hit_tokens, mask=request.mask)
-        hit = found if streams else self._relief.room_for_all(request, found, now)
-        if hit is None:
-            return "memory"
-        num_found = hit.num_blocks
+        found = self._core.match(request.namespace, request.packed(), request.max_hit_tokens, mask=request.mask)
+        if self._prefills.is_on:
+            num_begun = found.num_blocks * self._core.block_size + found.num_partial_tokens
+            if not self._prefills.lets_begin(request.num_tokens - num_begun, budget, self._partial(step)):
+                return "prefills"
+            budget = min(budget, self._prefills.long_threshold or budget)
+        if streams:
+            return self._begin(request, step, budget, found, found.num_blocks)
+        cause = self._relief.lacks(request, found, step, beside)
+        if cause is not None:
+            return cause
+        hit = self._relief.room_for_all(request, found, step.now, beside)
+        return "memory" if hit is None else self._begin(request, step, budget, hit, found.num_blocks)
+
+    def _begin(
+        self, request: Request, step: StepInFlight, budget: int, hit: PrefixHit, num_found: int
+    ) -> WaitCause | None:
+        """Let ``request`` run with what can be used of what was found; or return why it must wait all the same."""
+        core, streams = self._core, self._streamer.streams(request)
         if streams:
             cache, start = core.begin_streaming(hit, owner=request.request_id)
         else:
@@ -96,7 +164,7 @@ class Admission:
             request.cache = None
             core.release(cache)
             return "memory"
-        self._queues.waiting.popleft()
+        self._queues.take(request)
         if streams:
             self._emit(RequestStreamed(request.request_id, request.num_tokens, len(cache.cold)))
         request.num_lost_tokens = hit.num_lost * core.block_size
@@ -107,6 +175,7 @@ class Admission:
         request.to(RequestStatus.RUNNING)
         request.num_computed_tokens = start
         if request.times.scheduled_s is None:
-            request.times.scheduled_s = now
+            request.times.scheduled_s = step.now
         self._queues.running.append(request)
+        self._rule.note(request, step.plan.step_id)
         return None

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from pagefold.beams import BeamGroup, Move
     from pagefold.kv import KVCore, SequenceCache
     from pagefold.request import Request
+    from pagefold.scheduler.growth import AdmissionRule
     from pagefold.scheduler.leaving import Leaving
     from pagefold.scheduler.queues import Queues
     from pagefold.scheduler.step_in_flight import StepInFlight
@@ -37,12 +38,14 @@ class Beams:
         core: the KV core.
         queues: who runs.
         leaving: gives back what dropped beams have.
+        rule: expects growth of those that go on.
     """
 
-    def __init__(self, core: KVCore, queues: Queues, leaving: Leaving) -> None:
+    def __init__(self, core: KVCore, queues: Queues, leaving: Leaving, rule: AdmissionRule) -> None:
         self._core = core
         self._queues = queues
         self._leaving = leaving
+        self._rule = rule
 
     def advance(self, step: StepInFlight, result: StepResult) -> list[Request]:
         """Let every search in ``step``, which ran, go one token further.
@@ -59,6 +62,9 @@ class Beams:
                 self._begin(group)
             if moves:
                 self._move(group, moves, group.seats if had_begun else group.seats[:1])
+                for seat in group.seats:  # each has another's blocks, perhaps
+                    self._rule.forget(seat)
+                    self._rule.note(seat, step.plan.step_id)
             else:
                 self._deal(group)
             got += group.seats

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from pagefold.beams import BeamGroup
     from pagefold.kv import KVCore, SequenceCache
     from pagefold.request import WarmUp
+    from pagefold.scheduler.growth import AdmissionRule
     from pagefold.scheduler.queues import Queues
     from pagefold.scheduler.sessions import Sessions
     from pagefold.scheduler.step_in_flight import StepInFlight
@@ -28,16 +29,24 @@ class Leaving:
         core: has their blocks.
         queues: where those go that wait again.
         streamer: keeps what a request that streams has.
+        rule: expects no growth any more of who goes.
         sessions: are told who leaves.
         emit: where events go.
+
+    Attributes:
+        num_finished: how many requests have left for good, with each of their samples.
     """
 
-    def __init__(self, core: KVCore, queues: Queues, streamer: Streamer, sessions: Sessions, emit: Emit) -> None:
+    def __init__(  # noqa: PLR0913, PLR0917 - the parts that it holds together
+        self, core: KVCore, queues: Queues, streamer: Streamer, rule: AdmissionRule, sessions: Sessions, emit: Emit
+    ) -> None:
         self._core = core
         self._queues = queues
         self._streamer = streamer
+        self._rule = rule
         self._sessions = sessions
         self._emit = emit
+        self.num_finished = 0
 
     def wait_again(self, request: Request, *, is_preempted: bool = False) -> None:
         """Let a request that ran wait: preempted, or taken back with the step that admitted it.
@@ -70,9 +79,11 @@ class Leaving:
                 self._core.uses.hint(request.cache, repeat(True))  # noqa: FBT003 - of every block
             self.let_go(request)
         self._queues.forget(request)
+        self.num_finished += request.num_seqs
         for sample in (request, *request.forks):
             sample.finish_reason = reason
             sample.to(RequestStatus.FINISHED)
+            self._rule.ended(sample, reason)
             self._emit(
                 RequestFinished(
                     sample.request_id, reason, sample.num_prompt_tokens, sample.num_output_tokens, sample.sample_index
@@ -106,6 +117,7 @@ class Leaving:
         """Give back a request's blocks, and tell the policy whose they were, and what share of it was computed."""
         cache, use = request.cache, request.prompt_use
         assert cache is not None
+        self._rule.forget(request)
         self._streamer.keep(request)
         request.kept_share = self._core.packing.kept_share(cache)
         cache.facts = RequestFacts(progress, request.priority, is_repeat=use.is_told)

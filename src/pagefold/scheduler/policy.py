@@ -1,19 +1,37 @@
 """Scheduling policies: in which order requests wait, and in which order running ones give way.
 
 A policy gives each request one key when it arrives; the smallest goes first, and never changes. Waiting requests are
-admitted in this order, and running ones are preempted from its end.
+admitted in this order; a policy that looks at what the cache holds chooses among the first of them. Who runs is
+preempted only for somebody before it. A policy gives each request a level too: of those that could be preempted, the
+least urgent level goes first (``victims.py``).
 """
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from pagefold.request import Request
 
-__all__ = ["SCHEDULING_POLICIES", "FirstComeFirstServed", "OrderKey", "PriorityWithAging", "SchedulingPolicy"]
+__all__ = [
+    "MAX_RANKED",
+    "SCHEDULING_POLICIES",
+    "FirstComeFirstServed",
+    "LongestPrefixMatch",
+    "OrderKey",
+    "PriorityWithAging",
+    "SchedulingPolicy",
+]
+
+MAX_RANKED = 32
+"""So many of the queue ``lpm`` looks at, from its head on."""
+
+_RANK_S = 0.25
+"""So long ``lpm`` believes what it found of a request: finding costs what an admission does, and the cache changes
+little meanwhile."""
 
 OrderKey: TypeAlias = tuple[float, int]
 """What a request is ordered by; the second part is its place in the order of arrival, so no two are equal."""
@@ -27,6 +45,18 @@ class SchedulingPolicy(Protocol):
     def key(self, request: Request) -> OrderKey:
         """Return the key of a request that has just arrived; ``request.index`` is set."""
 
+    def level(self, request: Request) -> int:
+        """Return how urgent a request is, whenever it came: the smaller, the more."""
+
+    def choose(self, waiting: Sequence[Request], now: float, num_cached: Callable[[Request], int]) -> Request:
+        """Return who of those that wait is to be let in next; asked where there are several.
+
+        Args:
+            waiting: in the order of their keys.
+            now: the time.
+            num_cached: tells how many tokens of a request the cache holds.
+        """
+
 
 class FirstComeFirstServed:
     """In order of arrival, whatever their priority."""
@@ -36,6 +66,14 @@ class FirstComeFirstServed:
     def key(self, request: Request) -> OrderKey:
         """See :class:`SchedulingPolicy`."""
         return (0.0, request.index)
+
+    def level(self, request: Request) -> int:  # noqa: ARG002 - nobody is more urgent
+        """See :class:`SchedulingPolicy`."""
+        return 0
+
+    def choose(self, waiting: Sequence[Request], now: float, num_cached: Callable[[Request], int]) -> Request:  # noqa: ARG002
+        """See :class:`SchedulingPolicy`."""
+        return waiting[0]
 
 
 class PriorityWithAging:
@@ -58,9 +96,58 @@ class PriorityWithAging:
         """See :class:`SchedulingPolicy`."""
         return (request.priority * self._aging_s + request.arrival_s, request.index)
 
+    def level(self, request: Request) -> int:
+        """See :class:`SchedulingPolicy`."""
+        return request.priority
+
+    def choose(self, waiting: Sequence[Request], now: float, num_cached: Callable[[Request], int]) -> Request:  # noqa: ARG002
+        """See :class:`SchedulingPolicy`."""
+        return waiting[0]
+
+
+class LongestPrefixMatch:
+    """Who has most of its prompt in the cache goes first (SGLang's ``lpm``): so that is used while it is there.
+
+    Only the first ``MAX_RANKED`` of the queue are looked at. Who waits in its head for ``aging_s`` goes next, whatever
+    others have: so a request is overtaken only by those that are let in within ``aging_s`` of its arrival, and for that
+    long behind each that came before it and waits still. Equals go in order of arrival. Running requests are preempted
+    in the order of arrival.
+
+    Args:
+        aging_s: seconds of waiting after which nobody overtakes a request; positive.
+    """
+
+    name = "lpm"
+
+    def __init__(self, aging_s: float) -> None:
+        self._aging_s = aging_s
+        self._found: dict[Request, tuple[float, int]] = {}  # of those that wait: when, and how many tokens
+
+    def key(self, request: Request) -> OrderKey:
+        """See :class:`SchedulingPolicy`."""
+        return (0.0, request.index)
+
+    def choose(self, waiting: Sequence[Request], now: float, num_cached: Callable[[Request], int]) -> Request:
+        """See :class:`SchedulingPolicy`."""
+        head = waiting[0]
+        if now - head.arrival_s >= self._aging_s:
+            return head
+        known, self._found = self._found, {}
+        for request in islice(waiting, MAX_RANKED):
+            found = known.get(request)
+            if found is None or not 0 <= now - found[0] < _RANK_S:
+                found = (now, num_cached(request))
+            self._found[request] = found
+        return max(self._found, key=lambda request: self._found[request][1])
+
+    def level(self, request: Request) -> int:  # noqa: ARG002 - nobody is more urgent
+        """See :class:`SchedulingPolicy`."""
+        return 0
+
 
 SCHEDULING_POLICIES: dict[str, Callable[[float], SchedulingPolicy]] = {
     "fcfs": lambda _aging_s: FirstComeFirstServed(),
     "priority": PriorityWithAging,
+    "lpm": LongestPrefixMatch,
 }
 """Every scheduling policy by its name in ``--scheduling-policy``; called with ``priority_aging_s``."""

@@ -86,6 +86,13 @@ class Queues:
         else:
             waiting.insert(bisect(waiting, request.order, key=_ORDER), request)
 
+    def take(self, request: Request) -> None:
+        """Take ``request`` out of those that wait: nearly always the first."""
+        if self.waiting[0] is request:
+            self.waiting.popleft()
+        else:
+            self.waiting.remove(request)
+
     def hold(self, request: Request) -> None:
         """Let a request that waits not be admitted before :meth:`ready`: blocks are brought for it."""
         self.waiting.remove(request)
@@ -106,12 +113,6 @@ class Queues:
             del self.fetching[request.request_id]
         else:
             self.waiting.remove(request)
-
-    def take_last(self) -> Request:
-        """Take the last, in order, of those that have blocks and no row of the step being planned yet."""
-        set_aside = self.set_aside
-        is_set_aside = set_aside and set_aside[-1].order > self.running[-1].order
-        return set_aside.pop() if is_set_aside else self.running.pop()
 
     def take_out(self, request: Request) -> None:
         """Let ``request`` run no more, if it does."""

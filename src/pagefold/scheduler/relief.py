@@ -4,13 +4,14 @@ Blocks that nobody has come first, for all: the core finds them by itself (``kv/
 these are short, memory is given for a request that
 
 - *runs* by those that stream, which make blocks cold; then by pins, from the least important on; then by others that
-  run, from the last in order on, which are preempted;
+  run and come behind it in order, which are preempted: ``victims.py`` says who of them;
 - *runs and streams* by itself before all others; and before anybody is preempted by what the arena keeps for those that
   wait, so that it can make more of its own cold;
 - *waits* by pins, if that is enough;
 - *waits to stream* by those that stream, and then by pins, if that is enough.
 
-So who runs gets on, whatever that costs; for who waits nobody is preempted, and no pin goes in vain. Those that stream
+So who runs gets on, whatever that costs; for who waits nobody is preempted, and no pin goes in vain. Who was preempted
+waits until there is room for a while (``reservation.py``). Those that stream
 give to one that will, since each of them needs room for a step only. To one that is to be held whole they give nothing
 before it runs: it is let in if all its tokens fit beside what they have and will take, which is a share of the device.
 Room in the arena helps none but who streams: it is where blocks are cold.
@@ -23,19 +24,19 @@ from typing import TYPE_CHECKING
 from pagefold.events import Emit, RequestPreempted
 
 if TYPE_CHECKING:
+    from pagefold.events import WaitCause
     from pagefold.kv import Block, KVCore, PrefixHit
     from pagefold.request import Request
+    from pagefold.scheduler.growth import AdmissionRule
     from pagefold.scheduler.leaving import Leaving
     from pagefold.scheduler.needs import Needs
     from pagefold.scheduler.queues import Queues
+    from pagefold.scheduler.reservation import Reservation
     from pagefold.scheduler.step_in_flight import StepInFlight
     from pagefold.scheduler.streamer import Streamer
+    from pagefold.scheduler.victims import Victims
 
 __all__ = ["Relief"]
-
-_WATERMARK = 0.01
-"""Share of all blocks that admission leaves free beside running requests, so that they can grow before one of them must
-be preempted again (vLLM's value)."""
 
 
 class Relief:
@@ -47,19 +48,33 @@ class Relief:
         needs: how many blocks requests take.
         streamer: makes blocks cold.
         leaving: lets those go that are preempted.
+        victims: says who these are.
+        reservation: says what room there must be for them to come back.
+        rule: says what those that run will take yet.
         emit: where events go.
     """
 
     def __init__(  # noqa: PLR0913, PLR0917 - the parts that it holds together
-        self, core: KVCore, queues: Queues, needs: Needs, streamer: Streamer, leaving: Leaving, emit: Emit
+        self,
+        core: KVCore,
+        queues: Queues,
+        needs: Needs,
+        streamer: Streamer,
+        leaving: Leaving,
+        victims: Victims,
+        reservation: Reservation,
+        rule: AdmissionRule,
+        emit: Emit,
     ) -> None:
         self._core = core
         self._queues = queues
         self._needs = needs
         self._streamer = streamer
         self._leaving = leaving
+        self._victims = victims
+        self._reservation = reservation
+        self._rule = rule
         self._emit = emit
-        self._watermark_blocks = int(core.pool.num_blocks * _WATERMARK)
 
     def extend(self, step: StepInFlight, request: Request, start: int, end: int) -> bool:
         """Extend the cache of ``request``, which runs, for writing positions [start, end).
@@ -76,38 +91,65 @@ class Relief:
                 continue
             if step.is_ahead:
                 return False
-            victim = self._queues.take_last().leader
+            victim = self._victims.choose(request, len(step.requests))
+            self._queues.take_out(victim)
             self._preempt(victim, request)
             if victim is request.leader:
                 return False
+        self._rule.note(request, step.plan.step_id)
         return True
 
-    def room_for_all(self, request: Request, hit: PrefixHit, now: float) -> PrefixHit | None:
+    def lacks(self, request: Request, hit: PrefixHit, step: StepInFlight, beside: Request | None) -> WaitCause | None:
+        """Return why ``request``, which waits, may not be let in, where that is plain or is growth of those that run.
+
+        Nothing is given up for it. ``beside`` is somebody who waits, too, and whose memory it must not take.
+        """
+        num_steps = self._reservation.num_steps(request)
+        if num_steps is None:
+            return "memory"
+        found = self._core.rules.of(hit.mask).blocks_of(hit)
+        needed = self._needed_at_once(request, hit, beside, num_steps)
+        if not self._core.pool.num_pinned and self._num_missing(needed, found) > 0:
+            return "memory"  # mostly so where many run: it does not fit, however little these will take yet
+        return None if self._rule.has_room(request, found, step.plan.step_id, beside) else "growth"
+
+    def room_for_all(
+        self, request: Request, hit: PrefixHit, now: float, beside: Request | None = None
+    ) -> PrefixHit | None:
         """Return what of ``hit`` can be used if all tokens of ``request``, which waits, fit beside those that run.
 
         None if they do not. All its tokens, not only its first chunk: a prompt that is let in and cannot be finished
         only preempts others. Samples that will fork need a block each, for a copy of the tail or the next one. A
-        request that runs alone does not wait for these: its samples can run one after another.
+        request that runs alone does not wait for these: its samples can run one after another. One that was preempted
+        needs room for a while more, of its own and of those that run.
         """
-        begun = hit.num_blocks * self._core.block_size + hit.num_partial_tokens
-        needed = max(self._needs.whole(request), self._needs.to_begin(request, begun))
+        num_steps = self._reservation.num_steps(request)
+        if num_steps is None:
+            return None
         running = self._queues.with_blocks
         num_groups = self._core.num_groups
-        if running:
-            needed += self._watermark_blocks + len(request.forks) * num_groups
-            if request.beams is not None:  # they begin again, and would have to go again
-                needed += max(0, request.beams.num_held - self._needs.whole(request))
+        needed = self._needed_at_once(request, hit, beside, num_steps)
         blocks = self._core.rules.of(hit.mask).blocks_of(hit)
-        if not self._core.pool.num_pinned and self._num_missing(needed, blocks) > 0:
-            return None  # mostly so where many run: it does not fit, however little these will take yet
         for other in running:
-            needed += self._needs.growth(other) + len(other.forks) * num_groups
+            needed += self._needs.growth(other, num_steps) + len(other.forks) * num_groups
         missing = self._num_missing(needed, blocks)
         if missing > 0 and not self._give_up_pins(missing, blocks, now):
             return None
         if self._num_missing(needed, blocks) > -num_groups:  # a copy keeps its sources for this step
             return hit._replace(partial=None, num_partial_tokens=0)
         return hit
+
+    def _needed_at_once(self, request: Request, hit: PrefixHit, beside: Request | None, num_steps: int) -> int:
+        """Return how many blocks ``request``, which waits, needs for so many steps, with those of ``beside``."""
+        begun = hit.num_blocks * self._core.block_size + hit.num_partial_tokens
+        needed = max(self._needs.whole(request, num_steps), self._needs.to_begin(request, begun))
+        if self._queues.with_blocks:
+            needed += self._needs.watermark_blocks + len(request.forks) * self._core.num_groups
+            if request.beams is not None:  # they begin again, and would have to go again
+                needed += max(0, request.beams.num_held - self._needs.whole(request))
+        if beside is not None:
+            needed += self._needs.whole(beside) + len(beside.forks) * self._core.num_groups
+        return needed
 
     def room_to_stream(self, request: Request, now: float) -> bool:
         """Make room for what ``request``, which waits, needs of the device at a time; False if there is none."""

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from pagefold.kv import KVCore
     from pagefold.request import Request
     from pagefold.scheduler.admission import Admission
+    from pagefold.scheduler.guardrails import Guardrails
+    from pagefold.scheduler.limits import SchedulerLimits
     from pagefold.scheduler.queues import Queues
     from pagefold.scheduler.relief import Relief
     from pagefold.scheduler.step_in_flight import StepInFlight
@@ -31,24 +33,34 @@ class RowPlanner:
         queues: who runs.
         relief: finds memory for those that run.
         admission: lets those in that wait.
-        max_num_batched_tokens: of one step.
+        limits: of a step.
+        guardrails: say how many tokens of prompts a step may compute.
     """
 
-    def __init__(
-        self, core: KVCore, queues: Queues, relief: Relief, admission: Admission, max_num_batched_tokens: int
+    def __init__(  # noqa: PLR0913, PLR0917 - the parts that it holds together
+        self,
+        core: KVCore,
+        queues: Queues,
+        relief: Relief,
+        admission: Admission,
+        limits: SchedulerLimits,
+        guardrails: Guardrails,
     ) -> None:
         self._core = core
         self._queues = queues
         self._relief = relief
         self._admission = admission
-        self._max_num_batched_tokens = max_num_batched_tokens
+        self._max_num_batched_tokens = limits.max_num_batched_tokens
+        self._most_of_one = limits.prefills.long_threshold or limits.max_num_batched_tokens
+        self._guardrails = guardrails
 
     def plan(self, step: StepInFlight) -> None:  # noqa: C901, PLR0912, PLR0915 - for each row of each step: calls cost
         """Plan a row for everybody who runs, preempting from the end where memory is short, and then for who is let in.
 
         Each of those that run leaves one token of the budget for everyone behind it, so that a long prompt never stops
         those that decode. So do drafts. What is left admits. What a row with drafts fills is published when it is known
-        which of them count.
+        which of them count. Of prompts no more is computed than the guardrails allow, but for one token of each that
+        runs already.
 
         A step that is planned ahead ends where nobody may be preempted: it has fewer rows than requests run then.
         """
@@ -60,12 +72,13 @@ class RowPlanner:
         add_row, add_sampling, add_sample = plan.sampling_rows.append, plan.sampling.append, step.samples.append
         add_seed, add_draw = plan.seeds.append, plan.draws.append
         budget = self._max_num_batched_tokens
+        prompt_budget = step.prefill_cap_tokens = self._guardrails.pacing.prefill_cap_tokens
         row = 0
         while True:
             if row == len(running):  # all that ran before have theirs
                 if not queues.waiting:
                     return
-                step.waits_for = self._admission.admit(step, budget)
+                step.waits_for = self._admission.admit(step, min(budget, prompt_budget))
                 if step.waits_for is not None:
                     return
                 step.num_admitted += 1
@@ -81,6 +94,9 @@ class RowPlanner:
                     return
                 continue
             if num_tokens > 1:
+                num_tokens = min(num_tokens, self._most_of_one)
+                if num_tokens > prompt_budget:
+                    num_tokens = max(1, prompt_budget)
                 num_tokens = self._core.lodgers.limit(cache, start, num_tokens, len(token_ids))
             end = start + num_tokens
             needs_blocks = end > cache.capacity or cache.may_share_tail
@@ -116,10 +132,16 @@ class RowPlanner:
                 add_sample(request)
                 if request.forks:
                     plan_samples(step, request)
+            else:
+                step.partial.append(request)
             if not is_plain:
                 plan_extras(plan, request)
             if start < request.num_prompt_tokens or num_tokens > 1 or start < request.max_computed_tokens:
+                prompt_budget -= num_tokens
+                step.num_prefill_rows += 1
                 step.num_prefill_tokens += num_tokens
+                if end < len(token_ids):
+                    step.leaves_prompts = True
                 step.num_recomputed_tokens += max(0, min(end, request.max_computed_tokens) - start)
             if end // block_size > cache.num_published and cache.tail is not None and not num_drafts:
                 self._promise(step, request, end)

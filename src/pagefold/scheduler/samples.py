@@ -9,6 +9,7 @@ from pagefold.request import RequestStatus
 if TYPE_CHECKING:
     from pagefold.kv import KVCore
     from pagefold.request import Request
+    from pagefold.scheduler.growth import AdmissionRule
     from pagefold.scheduler.queues import Queues
     from pagefold.scheduler.step_in_flight import StepInFlight
 
@@ -32,7 +33,7 @@ def plan_samples(step: StepInFlight, request: Request) -> None:
     step.forking.append(request)
 
 
-def fork_samples(step: StepInFlight, core: KVCore, queues: Queues) -> None:
+def fork_samples(step: StepInFlight, core: KVCore, queues: Queues, rule: AdmissionRule) -> None:
     """Let the other samples of each prompt that the step has completed run on its blocks."""
     for request in step.forking:
         if request.is_aborted:
@@ -43,7 +44,10 @@ def fork_samples(step: StepInFlight, core: KVCore, queues: Queues) -> None:
             fork.cache = core.fork(request.cache, owner=fork.request_id)
         at = queues.running.index(request) + 1
         queues.running[at:at] = request.forks
-        request.forks = []
+        samples, request.forks = (request, *request.forks), []
+        rule.forget(request)  # it was all of them
+        for sample in samples:
+            rule.note(sample, step.plan.step_id)
 
 
 def begin_fork(fork: Request, request: Request, queues: Queues) -> None:

@@ -7,9 +7,9 @@ A step is one sentence::
     scheduler.apply(result)          or, when the runner raised: scheduler.abandon(error)
 
 Running requests get their rows first (``rows.py``), and what is left of the budget admits waiting ones
-(``admission.py``). Memory is found as ``relief.py`` says. Preemption takes from the end of ``running``, so the first in
-order always gets on, and a victim is never part of the plan that is being made. First come first served, all in
-``running`` came before all in ``waiting``, but for those that were tried apart.
+(``admission.py``). Memory is found as ``relief.py`` says. Preemption takes from those behind who needs a block
+(``victims.py``), so the first in order always gets on, and a victim is never part of the plan that is being made. First
+come first served, all in ``running`` came before all in ``waiting``, but for those that were preempted or tried apart.
 
 When a step has failed, ``suspicion.py`` says who alone is planned until it is known whose fault that was. Who runs and
 is not chosen keeps its blocks, unless somebody more urgent needs them.
@@ -24,12 +24,13 @@ Beams begin so too, and then stay together: ``beams.py`` says after each step wh
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from pagefold.events import (
     Emit,
     RequestCut,
+    RequestRefused,
     StepApplied,
     StepPlanned,
     ignore,
@@ -40,15 +41,19 @@ from pagefold.scheduler.beams import Beams, leaders
 from pagefold.scheduler.committing import commit, commit_packed, join, publish_late
 from pagefold.scheduler.corrupted import end_corrupted
 from pagefold.scheduler.ending import take_tokens
+from pagefold.scheduler.expected_growth import ADMISSION_RULES
 from pagefold.scheduler.extras import apply_extras
 from pagefold.scheduler.failed_steps import FailedSteps
 from pagefold.scheduler.flight import Flight
+from pagefold.scheduler.guardrails import NO_CAP, NO_GUARDRAILS, Guardrails, Refusal
 from pagefold.scheduler.leaving import Leaving
 from pagefold.scheduler.look_ahead import LookAhead
 from pagefold.scheduler.needs import Needs
 from pagefold.scheduler.policy import FirstComeFirstServed
+from pagefold.scheduler.queue_ahead import QueueAhead
 from pagefold.scheduler.queues import Queues
 from pagefold.scheduler.relief import Relief
+from pagefold.scheduler.reservation import Reservation
 from pagefold.scheduler.rows import RowPlanner
 from pagefold.scheduler.samples import fork_samples
 from pagefold.scheduler.sessions import MAX_SESSIONS_PER_TENANT, Sessions
@@ -57,6 +62,7 @@ from pagefold.scheduler.streamer import Streamer
 from pagefold.scheduler.suspicion import Suspicion
 from pagefold.scheduler.telling import tell_added, tell_lookups
 from pagefold.scheduler.verifying import settle, verify
+from pagefold.scheduler.victims import Victims
 from pagefold.steps import StepPlan, StepResult
 
 if TYPE_CHECKING:
@@ -64,23 +70,10 @@ if TYPE_CHECKING:
 
     from pagefold.kv import KVCore
     from pagefold.request import EndedSession, SessionRef
+    from pagefold.scheduler.limits import SchedulerLimits
     from pagefold.scheduler.policy import SchedulingPolicy
 
-__all__ = ["Scheduler", "SchedulerLimits"]
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerLimits:
-    """How much one step may hold.
-
-    Attributes:
-        max_num_seqs: sequences running at once.
-        max_num_batched_tokens: tokens computed in one step; not less than ``max_num_seqs``, so that every running
-            sequence gets its token in every step.
-    """
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
+__all__ = ["Scheduler"]
 
 
 class Scheduler:
@@ -90,10 +83,13 @@ class Scheduler:
         core: the KV core.
         limits: what one step may hold.
         policy: the order of requests; first come first served if not given.
+        admission: who may be let in beside what growth of those that run: a name of ``ADMISSION_RULES``.
+        guardrails: keep steps and waits within targets, by what was measured.
         max_sessions_per_tenant: how many sessions of a tenant are remembered.
         emit: where events go.
 
     Attributes:
+        rule: the rule of that name.
         timed_out: those that the last call of :meth:`schedule` ended.
         corrupted: those that the last call of :meth:`apply` ended, since the model computed no numbers for them.
         distrusted: digests of the paths that were dropped with them, for slower tiers to forget.
@@ -101,12 +97,14 @@ class Scheduler:
         sessions: of agents.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the parts that it holds together
         self,
         core: KVCore,
         limits: SchedulerLimits,
         *,
         policy: SchedulingPolicy | None = None,
+        admission: str = "prompt",
+        guardrails: Guardrails = NO_GUARDRAILS,
         max_sessions_per_tenant: int = MAX_SESSIONS_PER_TENANT,
         emit: Emit = ignore,
     ) -> None:
@@ -114,6 +112,7 @@ class Scheduler:
         self.core = core
         self.limits = limits
         self.policy = policy or FirstComeFirstServed()
+        self.guardrails = guardrails
         self.timed_out: list[Request] = []
         self.corrupted: list[Request] = []
         self.distrusted: set[bytes] = set()
@@ -124,14 +123,17 @@ class Scheduler:
         self._num_arrived = 0
         self._queues = queues = Queues()
         needs = Needs(core, limits.max_num_batched_tokens)
+        self.rule = rule = ADMISSION_RULES[admission](core, needs, emit)
         streamer = Streamer(core, needs)
         self.sessions = Sessions(core, emit, max_sessions_per_tenant)
-        self._leaving = Leaving(core, queues, streamer, self.sessions, emit)
-        relief = Relief(core, queues, needs, streamer, self._leaving, emit)
-        admission = Admission(core, queues, streamer, relief, self.sessions, limits.max_num_seqs, emit)
-        self._rows = RowPlanner(core, queues, relief, admission, limits.max_num_batched_tokens)
+        self._leaving = Leaving(core, queues, streamer, rule, self.sessions, emit)
+        victims, reservation = Victims(core, queues, self.policy), Reservation(queues, core.block_size)
+        relief = Relief(core, queues, needs, streamer, self._leaving, victims, reservation, rule, emit)
+        admits = Admission(core, queues, streamer, relief, self.sessions, rule, self.policy, limits, emit)
+        self._rows = RowPlanner(core, queues, relief, admits, limits, guardrails)
         self._look_ahead = LookAhead(core, queues, self._rows)
-        self._beams = Beams(core, queues, self._leaving)
+        self._queue_ahead = QueueAhead(queues, core, limits.max_num_seqs)
+        self._beams = Beams(core, queues, self._leaving, rule)
         self._failed_steps = FailedSteps(core, queues, self._leaving, self.suspicion, emit)
 
     # Requests come and go.
@@ -178,10 +180,25 @@ class Scheduler:
             sample.index = self._num_arrived
             self._num_arrived += 1
             sample.order = self.policy.key(sample)
+            self.rule.arrived(sample)
         self._queues.enter(request)
         self._queues.wait(request)
         self.sessions.arrived(request)
         tell_added(self._emit, request)
+
+    def judge(self, request: Request) -> Refusal | None:
+        """Return why a request that is about to be added should not be, or None: it would wait longer than it may.
+
+        What counts is what would be computed before it in the policy's order. Whoever adds it all the same may do so;
+        nothing is queued here.
+        """
+        request.index = self._num_arrived
+        request.order = self.policy.key(request)
+        ahead = partial(self._queue_ahead.of, request.order, request.num_prompt_tokens, request.num_seqs)
+        request.times.computed_wait_s, refusal = self.guardrails.shedder.judge(request.num_prompt_tokens, ahead)
+        if refusal is not None:
+            self._emit(RequestRefused(request.request_id, "ttft_target", refusal.expected_s, refusal.threshold_s))
+        return refusal
 
     def hold(self, request: Request) -> None:
         """Let a request that waits not be admitted before :meth:`ready`: blocks are brought for it."""
@@ -262,8 +279,12 @@ class Scheduler:
         self._flight.behind = step
         return self._planned(step)
 
-    def apply(self, result: StepResult) -> list[Request]:
+    def apply(self, result: StepResult, now: float | None = None) -> list[Request]:
         """The step ran: commit its blocks, append what it sampled, end what is complete.
+
+        Args:
+            result: of the step.
+            now: when its tokens were there, for the guardrails; without it they learn nothing of the step.
 
         Returns the requests that got tokens, or asked for none and are computed, in the plan's order, and behind them
         those whose beams did; those that ended have a ``finish_reason``. A request gets one token, and one more for
@@ -297,7 +318,7 @@ class Scheduler:
             join(core, late, behind)
             any_ended = True
         apply_extras(plan, result, step, dropped)
-        fork_samples(step, core, self._queues)
+        fork_samples(step, core, self._queues, self.rule)
         sampled = take_tokens(step, result, dropped)
         if plan.logprob_rows and any(request.beams is not None for request in requests):
             sampled += self._beams.advance(step, result)
@@ -319,6 +340,8 @@ class Scheduler:
                 len(plan.token_ids),
             )
         )
+        if now is not None:
+            self.guardrails.landed(step, now, self._leaving.num_finished, self._queue_ahead)
         return sampled
 
     def abandon(
@@ -338,6 +361,7 @@ class Scheduler:
         """
         step = self._flight.take()
         behind, self._flight.first = self._flight.first, None
+        self.guardrails.failed()
         ended = self._failed_steps.abandon(step, behind, error, damaged_ids, is_blamed=is_blamed)
         return [sample for request in ended for sample in (request, *request.forks)]
 
@@ -393,7 +417,8 @@ class Scheduler:
         drafts = tuple((step.requests[one.row].request_id, one.num_drafts) for one in plan.drafted)
         num_read = sum(plan.starts) + num_tokens
         waits_for = "apart" if self.suspicion.is_on and self.waiting else step.waits_for
-        self._emit(StepPlanned(plan.step_id, step.now, plan.num_rows, num_tokens, num_read, drafts, waits_for))
+        cap = None if step.prefill_cap_tokens == NO_CAP else step.prefill_cap_tokens
+        self._emit(StepPlanned(plan.step_id, step.now, plan.num_rows, num_tokens, num_read, drafts, waits_for, cap))
         return plan
 
     @staticmethod

@@ -11,6 +11,8 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from pagefold.scheduler.guardrails.landed_step import NO_CAP
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -44,7 +46,11 @@ class StepInFlight:
             reads theirs, is over.
         num_leaving: of those that the step before was planned for, so many have nothing left to compute behind it.
         num_admitted: the last so many of ``requests`` were admitted in this step.
+        partial: those of ``requests`` that have tokens behind it whose KV is not computed: of prompts, mostly.
         num_prefill_tokens, num_recomputed_tokens: of prompts, and of what had been computed before.
+        num_prefill_rows: rows that compute those.
+        prefill_cap_tokens: how many of them it was allowed to compute.
+        leaves_prompts: whether a part of a prompt that was let in had to be left to the next step.
         waits_for: what those wait for whom it has not let in; None where nobody does.
     """
 
@@ -54,12 +60,16 @@ class StepInFlight:
         "is_ahead",
         "joins",
         "late",
+        "leaves_prompts",
         "now",
         "num_admitted",
         "num_leaving",
+        "num_prefill_rows",
         "num_prefill_tokens",
         "num_recomputed_tokens",
+        "partial",
         "plan",
+        "prefill_cap_tokens",
         "promises",
         "requests",
         "samples",
@@ -74,12 +84,16 @@ class StepInFlight:
         self.requests: list[Request] = []
         self.samples: list[Request] = []
         self.forking: list[Request] = []
+        self.partial: list[Request] = []
         self.promises: list[Promise] = []
         self.filling: list[Request] = []
         self.joins: list[Promise] = []
         self.num_leaving = 0
         self.num_admitted = 0
         self.num_prefill_tokens = 0
+        self.num_prefill_rows = 0
+        self.prefill_cap_tokens = NO_CAP
+        self.leaves_prompts = False
         self.num_recomputed_tokens = 0
         self.waits_for: WaitCause | None = None
 

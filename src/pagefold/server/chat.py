@@ -58,6 +58,7 @@ def chat_routes(served: Served, diagnoses: Diagnoses) -> APIRouter:
             keeps_token_ids=asked.return_token_ids,
             thinking=thinking,
         )
+        await generation.begin(request.receive)
         tenant = account_of(request.scope).tenant
         diagnoses.note(tenant, response_id, chat.fingerprint, len(chat.token_ids))
         form = ChatForm(

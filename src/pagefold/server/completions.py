@@ -54,6 +54,7 @@ def completion_routes(served: Served) -> APIRouter:
             grammar=await served.compile(structured),
             keeps_token_ids=asked.return_token_ids,
         )
+        await generation.begin(request.receive)
         return await answer(asked, form, generation, request)
 
     return router

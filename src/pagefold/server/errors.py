@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 from pagefold.errors import (
     EngineStoppedError,
     InvalidRequestError,
+    LoadShedError,
     ModelNotFoundError,
     PagefoldError,
     PinQuotaError,
@@ -119,6 +120,7 @@ _FORMS: dict[type[Exception], _Form] = {
     NoCurveError: _Form(404, "invalid_request_error", "no_curve"),
     EngineStoppedError: _Form(503, "service_unavailable_error", "engine_unavailable"),
     PinQuotaError: _Form(409, "invalid_request_error", "pin_quota_exceeded"),
+    LoadShedError: _Form(429, "rate_limit_error", "ttft_target"),
     QueueFullError: _Form(429, "rate_limit_error", "queue_full"),
     RequestTimeoutError: _Form(504, "timeout_error", "request_timeout"),
     TierError: _Form(502, "service_unavailable_error", "tier_failed"),
@@ -229,7 +231,10 @@ def _text(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
-async def _on_error(_request: Request, error: Exception) -> JSONResponse:
+async def _on_error(request: Request, error: Exception) -> JSONResponse:
+    if isinstance(error, LoadShedError):  # for the log
+        told = {"refused_for": error.reason, "expected_ttft_s": error.expected_s, "most_ttft_s": error.threshold_s}
+        request.scope.setdefault("state", {})["refusal"] = told
     headers = {"Retry-After": str(error.retry_after_s)} if isinstance(error, QueueFullError) else None
     return JSONResponse(error_body(error), _form(error).status, headers)
 

@@ -10,14 +10,18 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pagefold.engine.outputs import best
+from pagefold.engine.together import Together
 from pagefold.errors import EngineStoppedError, InvalidRequestError, RequestTimeoutError, StepFailedError
 from pagefold.server.context_length import check_prompt
+from pagefold.server.disconnect import while_connected
 from pagefold.server.logprobs import ToldToken, told_tokens
 from pagefold.server.reasoning.counter import NOTHING_COUNTED, TokenCounter
 from pagefold.server.reasoning.thinking import NO_THINKING
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Mapping
+
+    from starlette.types import Receive
 
     from pagefold.engine.client import EngineClient
     from pagefold.engine.logprobs import PromptLogprobs
@@ -130,9 +134,10 @@ class Generation:
         self._prompts = prompts
         self._sampling = sampling
         self._streams: list[TokenStream] = []
+        together = Together()
         try:
             for one_id, prompt in zip(self.request_ids, prompts, strict=True):
-                stream = client.submit(one_id, prompt, sampling, caller, grammar)
+                stream = client.submit(one_id, prompt, sampling, caller, grammar, together=together)
                 self._streams.append(stream)
         except BaseException:
             self.close()
@@ -147,6 +152,25 @@ class Generation:
         """End all sequences that have not ended."""
         for stream in self._streams:
             stream.close()
+
+    async def begin(self, receive: Receive) -> None:
+        """Return when the engine has taken all of it: from then on a response may begin. Else it is closed.
+
+        Args:
+            receive: of the request, whose client may go away meanwhile.
+
+        Raises:
+            LoadShedError, EngineStoppedError, InvalidRequestError: the engine has not taken it.
+            ClientGoneError: the client went away.
+        """
+        waiting = [stream for stream in self._streams if not stream.is_taken]
+        if not waiting:
+            return
+        try:
+            await while_connected(receive, _all_taken(waiting))
+        except BaseException:
+            self.close()
+            raise
 
     async def deltas(self) -> AsyncGenerator[tuple[int, OutputDelta], None]:
         """Yield (output, what a step added to it), and keep ``outputs`` up to date.
@@ -289,6 +313,11 @@ class Generation:
             "queue_s": _least([one.queue_s for one in times]),
             "ttft_s": _least([one.ttft_s for one in times]),
         }
+
+
+async def _all_taken(streams: list[TokenStream]) -> None:
+    for stream in streams:
+        await stream.taken()
 
 
 def _least(seconds: list[float | None]) -> float | None:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from pagefold.engine.client import EngineClient
     from pagefold.engine.foresight import Foreseen
     from pagefold.engine.pins import PinReport
+    from pagefold.engine.together import Together
     from pagefold.engine.token_stream import TokenStream
     from pagefold.memory.limit import Limit
     from pagefold.request import Caller, EndedSession, SessionRef
@@ -75,16 +76,18 @@ class LateEngine:
         """See :class:`~pagefold.engine.client.EngineClient`."""
         return await self._arrived().compile_grammar(params)
 
-    def submit(
+    def submit(  # noqa: PLR0913 - a request, by name
         self,
         request_id: str,
         prompt_token_ids: Sequence[int],
         sampling: SamplingParams,
         caller: Caller = ANYBODY,
         grammar: Grammar | None = None,
+        *,
+        together: Together | None = None,
     ) -> TokenStream:
         """See :class:`~pagefold.engine.client.EngineClient`."""
-        return self._arrived().submit(request_id, prompt_token_ids, sampling, caller, grammar)
+        return self._arrived().submit(request_id, prompt_token_ids, sampling, caller, grammar, together=together)
 
     async def reset_prefix_cache(self) -> int:
         """See :class:`~pagefold.engine.client.EngineClient`."""

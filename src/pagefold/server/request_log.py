@@ -149,4 +149,5 @@ def _write(scope: Scope, request_id: str, status: int | None, e2e_s: float) -> N
     generation = attached_generation(scope)
     if generation is not None:
         fields |= generation.summary()
+    fields |= scope.get("state", {}).get("refusal", {})  # of who was not taken
     _log.log(level, "request", extra={**fields, "e2e_s": round(e2e_s, 6)})

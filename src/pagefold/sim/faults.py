@@ -112,6 +112,7 @@ class FaultyRun:
         num_host_blocks: of its host tier; 0 for none.
         max_num_seqs, max_num_batched_tokens: of a step.
         eviction_policy, scheduling_policy: names of the two policies.
+        admission: when a request that waits is let in.
         actions: what happens, in order.
     """
 
@@ -122,6 +123,7 @@ class FaultyRun:
     max_num_batched_tokens: int = 16
     eviction_policy: str = "default"
     scheduling_policy: str = "fcfs"
+    admission: str = "predicted"
     actions: tuple[Action, ...] = ()
 
 
@@ -157,7 +159,7 @@ class _Machine:
         )
         limits = SchedulerLimits(run.max_num_seqs, run.max_num_batched_tokens)
         policy = SCHEDULING_POLICIES[run.scheduling_policy](60.0)
-        self._scheduler = Scheduler(self._core, limits, policy=policy)
+        self._scheduler = Scheduler(self._core, limits, policy=policy, admission=run.admission)
         self._runner = ShadowRunner(self._scheduler)
         self._asked: list[Request] = []
         self._ballast: SequenceCache | None = None

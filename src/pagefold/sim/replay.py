@@ -41,6 +41,7 @@ class SimConfig:
         eviction_policy: which cached blocks go first.
         tiers: what is behind the pool.
         rules: what each cache group keeps; each has blocks of its own of a sequence.
+        admission: when a request that waits is let in.
     """
 
     num_blocks: int
@@ -51,6 +52,7 @@ class SimConfig:
     eviction_policy: str = "default"
     tiers: TierModel = field(default_factory=TierModel)
     rules: tuple[KeepRule, ...] = (KEEP_ALL,)
+    admission: str = "predicted"
 
 
 def simulate(
@@ -89,7 +91,7 @@ def simulate(
         emit=tally,
     )
     limits = SchedulerLimits(config.max_num_seqs, config.max_num_batched_tokens)
-    scheduler = Scheduler(core, limits, emit=tally)
+    scheduler = Scheduler(core, limits, admission=config.admission, emit=tally)
     clock = VirtualClock()
 
     def whole_cost(plan: StepPlan) -> float:
@@ -164,7 +166,7 @@ def replay(  # noqa: PLR0913 - what goes in, the parts of a machine, and who wat
         clock.advance(took_s)
         if disk is not None:
             disk.tiering.computed(len(plan.token_ids), plan.num_rows, took_s)
-        got_tokens = scheduler.apply(result)
+        got_tokens = scheduler.apply(result, clock())
         tell_tokens(tally, got_tokens, clock(), scheduler.core.block_size)
         for over in coming.ended((one.request_id for one in got_tokens if one.finish_reason is not None), clock()):
             scheduler.end_session(over)

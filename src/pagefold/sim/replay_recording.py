@@ -25,7 +25,8 @@ from pagefold.kv import (
 )
 from pagefold.request import Request, StopRule, WarmUp
 from pagefold.sampling import SamplingParams
-from pagefold.scheduler import SCHEDULING_POLICIES, Scheduler, SchedulerLimits
+from pagefold.scheduler import SCHEDULING_POLICIES, Guardrails, PrefillLimits, Scheduler, SchedulerLimits
+from pagefold.scheduler.guardrails import GivenCap
 from pagefold.sim.traces.recording import (
     RecordedAdd,
     RecordedCut,
@@ -41,11 +42,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pagefold.events import Event
+    from pagefold.request import FinishReason
     from pagefold.steps import StepPlan
 
 __all__ = ["RecordingReport", "replay_recording"]
 
-_ENDS_BY_ITSELF = ("stop", "length", "error")
+_ENDS_BY_A_TOKEN = ("stop", "error")
 _END = -1
 """No hash is negative. The last token of an output may be any: its KV is not computed, so no block holds it. Numbers
 below it are tokens that nobody knows, since the server was killed before their request ended; no two are equal."""
@@ -124,10 +126,21 @@ class _Replayer:
             residuals=Residuals(settings.max_num_seqs, settings.block_size) if settings.seals_blocks else NO_RESIDUALS,
             emit=self._note,
         )
+        self._pacing = GivenCap()
         self._scheduler = Scheduler(
             self._core,
-            SchedulerLimits(settings.max_num_seqs, settings.max_num_batched_tokens),
+            SchedulerLimits(
+                settings.max_num_seqs,
+                settings.max_num_batched_tokens,
+                PrefillLimits(
+                    settings.max_num_partial_prefills,
+                    settings.max_long_partial_prefills,
+                    settings.long_prefill_token_threshold,
+                ),
+            ),
             policy=SCHEDULING_POLICIES[settings.scheduling_policy](settings.priority_aging_s),
+            admission=settings.admission,
+            guardrails=Guardrails(self._pacing),
             emit=self._note,
         )
 
@@ -185,6 +198,7 @@ class _Replayer:
     def _step(self, recorded: RecordedStep, in_step: list[RecordedCut]) -> str:
         """Run a step; return what was other than recorded, if anything."""
         self._give_drafts(recorded)
+        self._pacing.prefill_cap_tokens = recorded.prefill_cap_tokens
         plan = self._scheduler.schedule(recorded.now_s)
         where = f"step {recorded.step_id}"
         if plan.num_rows != recorded.num_rows or len(plan.token_ids) != recorded.num_computed:
@@ -244,7 +258,13 @@ class _Replayer:
                 pass
 
     def _finish(self, cut: RecordedCut) -> None:
-        self._scheduler.finish(_name(cut.number), "abort")
+        """End a request as the server did: by its client, or by its text, which may have ended before its tokens."""
+        request = self._scheduler.get(_name(cut.number))
+        reason: FinishReason = "abort"
+        if request is not None and self._recording.ended.get(cut.number) == "stop":
+            request.cut(len(self._recording.tokens[cut.number]) - request.num_prompt_tokens)
+            reason = "stop"
+        self._scheduler.finish(_name(cut.number), reason)
 
     def _request(self, add: RecordedAdd) -> Request:
         """Return a request that will sample what was recorded."""
@@ -283,8 +303,8 @@ class _Replayer:
         """Return the token at one place of a sample, which nobody knows: no other has the same."""
         return self._unknown.setdefault((number, place), _END - 1 - len(self._unknown))
 
-    def _ends_by_itself(self, number: int) -> bool:
-        return number not in self._cut and self._recording.ended.get(number) in _ENDS_BY_ITSELF
+    def _ends_by_a_token(self, number: int) -> bool:
+        return number not in self._cut and self._recording.ended.get(number) in _ENDS_BY_A_TOKEN
 
     def _result(self, plan: StepPlan) -> StepResult:
         """Return what the server sampled; seeds are numbers of samples."""
@@ -292,7 +312,7 @@ class _Replayer:
         for place, seed, draw in zip(plan.sampled_positions(), plan.seeds, plan.draws, strict=True):
             tokens = self._recording.tokens[seed]
             assert draw <= place
-            is_last = place == len(tokens) - 1 and self._ends_by_itself(seed)
+            is_last = place == len(tokens) - 1 and self._ends_by_a_token(seed)
             if is_last:
                 sampled.append(_END)
             elif place < len(tokens):

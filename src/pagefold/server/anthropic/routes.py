@@ -60,6 +60,7 @@ def message_routes(served: Served, diagnoses: Diagnoses) -> APIRouter:
             grammar=await served.compile(structured),
             thinking=chat.thinking,
         )
+        await generation.begin(request.receive)
         attach_generation(request.scope, generation)
         diagnoses.note(account.tenant, form.message_id, chat.fingerprint, len(chat.token_ids))
         reader = PartReader(want.reader(chat.thinking), tells_thinking=tells_thinking)

@@ -65,6 +65,7 @@ def response_routes(served: Served, store: ResponseStore, diagnoses: Diagnoses) 
             grammar=await served.compile(structured),
             thinking=chat.thinking,
         )
+        await generation.begin(request.receive)
         attach_generation(request.scope, generation)
         diagnoses.note(account.tenant, form.response_id, chat.fingerprint, len(chat.token_ids))
         compared_id = asked.prompt_cache_options.comparison_response_id

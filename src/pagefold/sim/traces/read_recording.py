@@ -13,7 +13,8 @@ from pagefold.errors import TraceError
 from pagefold.kv.keep import KEEP_ALL, KeepRule
 from pagefold.kv.policies import POLICIES
 from pagefold.request import SessionRef
-from pagefold.scheduler import SCHEDULING_POLICIES
+from pagefold.scheduler import ADMISSION_RULES, SCHEDULING_POLICIES
+from pagefold.scheduler.guardrails import NO_CAP
 from pagefold.sim.size_limits import MAX_BLOCKS, MAX_TOKENS
 from pagefold.sim.traces.fields import Fields
 from pagefold.sim.traces.recording import (
@@ -145,6 +146,7 @@ class _Reader:
             msg = f"The recording {self._path} is of version {version}; this Pagefold reads version {_VERSION}."
             raise TraceError(msg, remedy="Record it again.")
         max_num_seqs = line.whole("max_num_seqs", 1, MAX_BLOCKS)
+        threshold = "long_prefill_token_threshold"
         settings = RecordedSettings(
             num_blocks=line.whole("num_blocks", 1, MAX_BLOCKS),
             num_host_blocks=line.whole("num_host_blocks", 0, MAX_BLOCKS),
@@ -160,6 +162,10 @@ class _Reader:
             allow_streaming="allow_streaming" in line and line.flag("allow_streaming"),
             seals_blocks="seals_blocks" in line and line.flag("seals_blocks"),
             rules=tuple(_rule(each) for each in line.items("keeps")) or (KEEP_ALL,),
+            admission=line.one_of("admission", ADMISSION_RULES) if "admission" in line else "prompt",
+            max_num_partial_prefills=_places(line, "max_num_partial_prefills"),
+            max_long_partial_prefills=_places(line, "max_long_partial_prefills"),
+            long_prefill_token_threshold=line.whole(threshold, 0, MAX_TOKENS) if threshold in line else 0,
         )
         if settings.allow_streaming and not settings.num_host_blocks:
             msg = "it allows streaming, and has no host blocks"
@@ -222,6 +228,7 @@ class _Reader:
             damaged=line.wholes("damaged", 0, settings.num_host_blocks - 1),
             corrupted=line.wholes("corrupted", 0, _MOST),
             drafts=tuple(_drafts(each, len(self._adds)) for each in line.items("drafts")),
+            prefill_cap_tokens=line.whole("prefill_cap", 1, _MOST) if "prefill_cap" in line else NO_CAP,
         )
 
     def _end(self, line: Fields, recording: Recording) -> None:
@@ -276,6 +283,11 @@ def _session(digests: list[object]) -> SessionRef:
     except ValueError:
         msg = "a digest of its session is no number in hexadecimal"
         raise ValueError(msg) from None
+
+
+def _places(line: Fields, name: str) -> int | None:
+    """Return how many prompts may be partly computed; None for any number."""
+    return line.whole(name, 1, MAX_BLOCKS) if name in line and line.get(name) is not None else None
 
 
 def _pin(line: Fields) -> tuple[float | None, float]:

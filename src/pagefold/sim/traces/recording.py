@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 from pagefold.errors import TraceError
 from pagefold.kv.keep import KEEP_ALL, KeepRule
 from pagefold.request import Request, SessionRef, StopRule
+from pagefold.scheduler.guardrails import NO_CAP
 from pagefold.sim.traces.request import GREEDY_TO_LENGTH, Trace, TraceRequest
 from pagefold.sim.traces.tokens import name_blocks
 
@@ -34,7 +35,8 @@ class RecordedSettings:
     """What the server was started with, by the names of ``EngineConfig``; and the blocks of pool and host tier.
 
     ``seals_blocks`` says whether its codec seals blocks when they are full: then each sequence has a residual.
-    ``rules`` say what each cache group keeps.
+    ``rules`` say what each cache group keeps. Recordings that say nothing of admission are of servers that let requests
+    in by their prompts.
     """
 
     num_blocks: int
@@ -51,6 +53,10 @@ class RecordedSettings:
     allow_streaming: bool = False
     seals_blocks: bool = False
     rules: tuple[KeepRule, ...] = (KEEP_ALL,)
+    admission: str = "prompt"
+    max_num_partial_prefills: int | None = None
+    max_long_partial_prefills: int | None = None
+    long_prefill_token_threshold: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +136,7 @@ class RecordedStep:
         corrupted: samples of which the model computed no numbers.
         drafts: (number, how many it had, how many of them were right) of each sample with drafts; -1 where something in
             its row was no number.
+        prefill_cap_tokens: how many tokens of prompts it might compute, by the server's guardrails.
     """
 
     step_id: int
@@ -144,6 +151,7 @@ class RecordedStep:
     damaged: tuple[int, ...] = ()
     corrupted: tuple[int, ...] = ()
     drafts: tuple[tuple[int, int, int], ...] = ()
+    prefill_cap_tokens: int = NO_CAP
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,85 @@
+"""The slow twin of ``ExpectedGrowth``: the same two bounds as formulas over lists, with no sums kept.
+
+Of groups that keep all.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from pagefold.request import Request
+    from pagefold.scheduler import Scheduler
+
+__all__ = ["End", "all_at_their_ends", "ends_of", "has_room", "most_at_once"]
+
+
+class End(NamedTuple):
+    """Where a sequence ends: in which lot of steps, and with how many blocks."""
+
+    lot: int
+    num_blocks: int
+
+
+def ends_of(scheduler: Scheduler) -> list[End]:
+    """Return the expected ends of those that run."""
+    rule = scheduler.rule
+    return [End(expected.lot, expected.num_blocks) for expected in rule._running.values()]
+
+
+def most_at_once(ends: list[End], coming: End, num_seqs: int, growth_a_lot: int, now: int) -> int:
+    """Return the most blocks that are held in any lot up to the end of who is coming."""
+
+    def held(end: End, lot: int, seqs: int = 1) -> int:
+        if max(end.lot, now) < lot:
+            return 0
+        return end.num_blocks - seqs * growth_a_lot * max(0, max(end.lot, now) - lot - 1)
+
+    lots = {max(end.lot, now) for end in ends} | {coming.lot}
+    return max(sum(held(end, lot) for end in ends) + held(coming, lot, num_seqs) for lot in lots if lot <= coming.lot)
+
+
+def all_at_their_ends(scheduler: Scheduler) -> int:
+    """Return how many blocks those that run take yet: for tokens without a place, and to copy a shared one."""
+    core, rule = scheduler.core, scheduler.rule
+    total = 0
+    for request in scheduler.running:
+        end, cache = rule._running[request].end, request.cache
+        for table in cache.tables:
+            total += max(0, math.ceil(end / core.block_size) - len(table.block_ids)) + cache.may_share_tail
+        total += len(request.forks) * (_own(scheduler, request, end) + core.num_groups)
+    return total
+
+
+def has_room(scheduler: Scheduler, request: Request, step_id: int) -> bool:
+    """Whether ``request``, which waits, may be let in beside those that run, as far as growth is concerned."""
+    core, rule, num_new = scheduler.core, scheduler.rule, scheduler.limits.max_num_batched_tokens
+    if not scheduler.running:
+        return True
+    forecast = rule._forecasts[request].most_tokens
+    end = min(request.stop.max_total_tokens, max(request.num_prompt_tokens + forecast, request.num_tokens + 1))
+    needed = core.num_blocks_for(end, num_new, is_expected=True, mask=request.mask)
+    needed += len(request.forks) * (_own(scheduler, request, end) + core.num_groups)
+    needed += int(core.pool.num_blocks * 0.01)
+    hit = core.match(request.namespace, request.packed(), request.max_hit_tokens, mask=request.mask)
+    shared = [block for block in core.rules.of(hit.mask).blocks_of(hit) if block.num_table_refs]
+    promised = all_at_their_ends(scheduler)
+    if needed + promised - len(shared) <= core.num_available + core.pool.num_pinned:
+        return True
+    if rule.name == "max_tokens":
+        return False
+    lot = (step_id + end - request.num_tokens) // core.block_size
+    a_lot = 0 if core.trims else core.num_groups
+    now = step_id // core.block_size
+    coming = End(lot, needed)
+    return most_at_once(ends_of(scheduler), coming, request.num_seqs, a_lot, now) <= core.pool.num_blocks
+
+
+def _own(scheduler: Scheduler, request: Request, end: int) -> int:
+    core, num_new = scheduler.core, scheduler.limits.max_num_batched_tokens
+    counts = [
+        core.num_blocks_for(num_tokens, num_new, is_expected=True, mask=request.mask)
+        for num_tokens in (end, request.num_prompt_tokens)
+    ]
+    return counts[0] - counts[1]
