@@ -97,6 +97,8 @@ def test_what_is_edited_away_is_superseded(server):
         body = {"prompt": last, "max_tokens": 1, "session_id": "edits", **GREEDY}
         assert post(server, "/v1/completions", **body).status_code == 200
     assert expectations.num_superseded - before == 3
+    assert server.metric("pagefold:num_superseded_blocks") == expectations.num_superseded
+    assert server.metric("pagefold:num_paused_sessions") == server.engine.scheduler.sessions.counts.num_paused > 0
 
 
 @pytest.mark.parametrize(
