@@ -138,6 +138,7 @@ def calibrated(tmp_path_factory):
         kv_cache_memory_bytes=700 * BLOCK_BYTES,
         max_model_len=1600,
         max_num_batched_tokens=600,
+        admission="prompt",  # so that requests are preempted
     )
     scorer_path(folder).unlink()
 

@@ -253,6 +253,7 @@ def build(setting: Setting, folder: Path, budget: Budget, emit: Emit) -> Engine:
         eviction_policy=setting.eviction_policy,
         attention_backend=setting.attention_backend,
         kv_write_policy=setting.slow_policy or "write_back",
+        admission="prompt",  # so that requests are preempted
     )
     if setting.slow_policy is None:
         return build_engine(plan_engine(config), emit=emit)

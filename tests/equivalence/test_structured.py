@@ -86,6 +86,7 @@ class Run:
             max_num_seqs=8,
             max_num_batched_tokens=32 if is_harsh else 512,
             kv_cache_memory_bytes=2 ** (17 if is_harsh else 24),
+            admission="prompt",  # so that requests are preempted
         )
         self.engine = build_engine(plan_engine(config), emit=emit)
         if is_overlapped:

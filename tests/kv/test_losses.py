@@ -34,6 +34,12 @@ def test_what_is_computed_is_lost_with_its_blocks():
     assert core.losses.of([computed(core, 8, 100)], [6]) == Loss(6, 2), "two tokens of it are not computed yet"
 
 
+def test_how_far_the_last_block_is_filled_tells_nothing():
+    assert Loss(9, 3).in_blocks(BLOCK_SIZE) == Loss(18, 5).in_blocks(BLOCK_SIZE) == 1
+    assert Loss(40, 2).in_blocks(BLOCK_SIZE) == 5
+    assert Loss(0.5, 5).in_blocks(BLOCK_SIZE) == 0
+
+
 def test_what_another_one_has_too_is_found_again():
     core = KVCore(20, block_size=BLOCK_SIZE)
     one, other = computed(core, 10), computed(core, 11)
@@ -55,7 +61,7 @@ def test_what_is_not_published_is_lost_though_another_one_has_it():
     twin = core.fork(cache)
     loss = core.losses.of([cache], [10])
     assert loss == Loss(10, 0)
-    assert loss.per_block == float("inf")
+    assert loss.in_blocks(BLOCK_SIZE) == float("inf")
     assert core.losses.of([cache, twin], [10, 10]) == Loss(10, 3), "all go at once"
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagefold.events import Event, RequestPreempted, StepPlanned
-from pagefold.kv import KVCore, audit
+from pagefold.kv import NO_HOST, HostTier, KVCore, audit
 from pagefold.request import Request, StopRule
 from pagefold.sampling import SamplingParams
 from pagefold.scheduler import SCHEDULING_POLICIES, Scheduler, SchedulerLimits
@@ -24,9 +24,11 @@ NEVER = 10**9
 class House:
     """A scheduler in a tiny pool, and what it emitted."""
 
-    def __init__(self, num_blocks: int, *, seqs: int = 8, budget: int = 64, policy: str = "fcfs") -> None:
+    def __init__(
+        self, num_blocks: int, *, seqs: int = 8, budget: int = 64, policy: str = "fcfs", host: HostTier = NO_HOST
+    ) -> None:
         self.events: list[Event] = []
-        core = KVCore(num_blocks, block_size=BLOCK_SIZE, emit=self.events.append)
+        core = KVCore(num_blocks, block_size=BLOCK_SIZE, host=host, emit=self.events.append)
         order = SCHEDULING_POLICIES[policy](10.0)
         self.scheduler = Scheduler(core, SchedulerLimits(seqs, budget), policy=order, emit=self.events.append)
         self.num_added = 0
@@ -69,15 +71,25 @@ class House:
         return [event for event in self.events if isinstance(event, RequestPreempted)]
 
 
-def test_who_loses_least_for_each_block_goes_first():
-    """Both have whole blocks but for one: of 9 computed tokens in 3 blocks, 3 are lost a block; of 18 in 5, 3.6."""
+def test_of_those_that_lose_alike_the_last_goes():
+    """However full their last blocks are: of 9 tokens in 3 blocks, and of 18 in 5, a block is lost for each."""
     house = House(11)
     first = house.add(10, 20)
-    small = house.add(8, 20)
-    house.add(17, 20)
+    house.add(8, 20)
+    last = house.add(17, 20)
     preempted = house.run()
-    assert preempted[0].request_id == small.request_id, "though it is not the last"
-    assert preempted[0].cause_request_id == first.request_id
+    assert (preempted[0].request_id, preempted[0].cause_request_id) == (last.request_id, first.request_id)
+
+
+def test_who_loses_least_for_each_block_goes_though_it_is_not_the_last():
+    """What is published is in the host's memory then; a request of less than a block has published nothing."""
+    house = House(11, host=HostTier(40))
+    house.add(12, 20)
+    long = house.add(25, 4)
+    short = house.add(3, 6)
+    preempted = house.run()
+    assert preempted[0].request_id == long.request_id
+    assert short.num_preemptions == 0
 
 
 def test_nobody_is_preempted_for_somebody_behind_it():

@@ -35,6 +35,7 @@ def small(tiny_chat_model: Path) -> Iterator[LocalServer]:
         max_model_len=192,
         max_num_seqs=16,
         max_num_batched_tokens=64,
+        admission="prompt",  # so that requests are preempted
     )
     assert server.num_blocks == 40
     yield server

@@ -188,7 +188,9 @@ def test_what_ends_after_the_traces_are_closed_is_no_failure(traced):
 
 
 def test_preemptions_are_events(tiny_chat_model):
-    house = Traced(tiny_chat_model, kv_cache_memory_bytes=16 * 2**13, max_model_len=192, max_num_seqs=4)
+    house = Traced(
+        tiny_chat_model, kv_cache_memory_bytes=16 * 2**13, max_model_len=192, max_num_seqs=4, admission="prompt"
+    )
     with contextlib.closing(house):
         house.ask([[index] * 60 for index in range(4)], max_tokens=60)
         assert house.server.metric("vllm:num_preemptions_total") > 0

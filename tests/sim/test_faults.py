@@ -36,10 +36,10 @@ def test_everything_that_can_go_wrong_does(monkeypatch):
     machines = []
     real = faults.Scheduler
 
-    def watched(core, limits, *, policy):
+    def watched(core, limits, **settings):
         core.uses._emit = core.forgetting._emit = core.pins._emit = core.blocks._emit = core.moves._emit = count
         machines.append(core)
-        return real(core, limits, policy=policy, emit=count)
+        return real(core, limits, **settings, emit=count)
 
     def count(event):
         seen[type(event).__name__] += 1

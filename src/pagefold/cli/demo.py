@@ -89,8 +89,8 @@ class _Demo:
     @classmethod
     def of(cls, *, num_blocks: int, num_chats: int, seed: int) -> _Demo:
         workload = ChatWorkload(num_chats=num_chats, seed=seed)
-        sharing = SimConfig(num_blocks=num_blocks)
-        alone = SimConfig(num_blocks=num_blocks, enable_prefix_caching=False)
+        sharing = SimConfig(num_blocks=num_blocks, admission="prompt")
+        alone = SimConfig(num_blocks=num_blocks, admission="prompt", enable_prefix_caching=False)
         return cls(workload, sharing, simulate(workload.requests(), sharing), simulate(workload.requests(), alone))
 
     def screen(self) -> Group:

@@ -56,6 +56,7 @@ class EngineStatus:
         num_host_blocks, num_held_host_blocks: of the host's memory: all, and those that are found there.
         caches: what else is kept, each with its bound.
         tier_uses: of each slow tier that knows it what it has.
+        num_promised_blocks: that running requests are expected to take yet.
         kinds: the kinds of blocks that requests may ask for, and how many there are of each.
         guardrails: what they do, where there are targets.
     """
@@ -82,6 +83,7 @@ class EngineStatus:
     caches: tuple[CacheSize, ...] = ()
     tier_uses: Mapping[str, TierUse] = field(default_factory=dict)
     kinds: tuple[KindCount, ...] = ()
+    num_promised_blocks: int = 0
     guardrails: GuardrailStatus = field(default_factory=GuardrailStatus)
 
     @property
@@ -109,6 +111,7 @@ class EngineStatus:
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting) + num_deferred,
             num_deferred=num_deferred,
+            num_promised_blocks=scheduler.rule.num_promised,
             caches=tuple(caches),
             kinds=tuple(KindCount(one.name, one.codec, by_pins[one.mask], packed[one.mask]) for one in kinds),
             kv_cache_usage=core.usage,

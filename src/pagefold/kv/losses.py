@@ -35,10 +35,9 @@ class Loss(NamedTuple):
     num_tokens: float
     num_blocks: int
 
-    @property
-    def per_block(self) -> float:
-        """Tokens lost for each block freed; inf where none is."""
-        return self.num_tokens / self.num_blocks if self.num_blocks else float("inf")
+    def in_blocks(self, block_size: int) -> float:
+        """Return blocks of tokens lost for each block freed, to the nearest whole number; inf where none is freed."""
+        return round(self.num_tokens / block_size / self.num_blocks) if self.num_blocks else float("inf")
 
 
 class Losses:

@@ -46,6 +46,10 @@ _GAUGES: dict[str, tuple[str, str]] = {
         "num_unsaved_blocks",
         "Blocks of the host's memory that no slow tier was given yet. It grows to all of them while a tier hangs.",
     ),
+    "pagefold:num_promised_blocks": (
+        "num_promised_blocks",
+        "KV blocks that running requests are expected to take yet, as --admission has it; 0 with prompt.",
+    ),
     "pagefold:num_wasted_slots": (
         "num_wasted_slots",
         "Slots in blocks of running requests that hold no token: what rounding to whole blocks costs.",

@@ -18,6 +18,7 @@ from pagefold.events import (
     FirstToken,
     NextTokens,
     OutputFinished,
+    OutputForecastChecked,
     PinCause,
     PinDropped,
     PrefixLookup,
@@ -113,6 +114,7 @@ class Metrics:
             FirstToken: self._on_first_token,
             NextTokens: self._on_next_tokens,
             OutputFinished: self._on_output_finished,
+            OutputForecastChecked: self._on_forecast_checked,
             PinDropped: self._on_pin_dropped,
             PrefixLookup: self._on_prefix_lookup,
             PrefixMissed: self._on_prefix_missed,
@@ -250,6 +252,13 @@ class Metrics:
         )
         self._streamed = self._series.counter(
             "pagefold:requests_streamed", "Times that a request was admitted which is larger than the KV budget."
+        )
+        self._forecasts = self._series.counters(
+            "pagefold:output_forecasts",
+            "Outputs that have ended for which an interval had been stated that should hold 8 in 10, by whether it did "
+            "(within). Before a tenant's first outputs there is none.",
+            "within",
+            ("true", "false"),
         )
         self._preemptions = self._series.counter(
             "vllm:num_preemptions", "Times that a running request gave its blocks back."
@@ -494,6 +503,9 @@ class Metrics:
 
     def _on_pin_dropped(self, event: PinDropped) -> None:
         self._pins_dropped[event.cause].inc()
+
+    def _on_forecast_checked(self, event: OutputForecastChecked) -> None:
+        self._forecasts["true" if event.is_within else "false"].inc()
 
     def _on_request_streamed(self, _event: RequestStreamed) -> None:
         self._streamed.inc()

@@ -41,12 +41,17 @@ class QueueAhead:
         queues: who runs, and who waits.
         core: the KV core.
         max_num_seqs: sequences running at once.
+
+    Attributes:
+        is_contended: whether somebody was not let in by the last step for want of a seat or of memory. Then each that
+            waits takes the place of one that leaves, whatever there seems to be.
     """
 
     def __init__(self, queues: Queues, core: KVCore, max_num_seqs: int) -> None:
         self._queues = queues
         self._core = core
         self._max_num_seqs = max_num_seqs
+        self.is_contended = False
 
     def of(self, order: OrderKey = LAST_OF_ALL, num_tokens: int = 0, num_seqs: int = 1) -> Ahead:
         """Return what is before a request that is not here yet.
@@ -65,8 +70,10 @@ class QueueAhead:
         num_waiting_tokens = sum(len(request.token_ids) for request in waiting)
         num_left = sum(_num_left(request) for request in _before(order, running))
         num_running = sum(request.num_seqs for request in running)
-        num_before = num_running + sum(request.num_seqs for request in waiting)
-        num_to_leave = float(max(0, num_before + num_seqs - self._max_num_seqs))
+        num_to_begin = num_seqs + sum(request.num_seqs for request in waiting)
+        num_to_leave = float(max(0, num_running + num_to_begin - self._max_num_seqs))
+        if self.is_contended:
+            num_to_leave = max(num_to_leave, float(num_to_begin))
         if running:
             core = self._core
             needed = num_blocks_for(num_left + num_waiting_tokens + num_tokens, core.block_size) * core.num_groups

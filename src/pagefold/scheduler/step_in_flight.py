@@ -50,7 +50,8 @@ class StepInFlight:
         num_prefill_tokens, num_recomputed_tokens: of prompts, and of what had been computed before.
         num_prefill_rows: rows that compute those.
         prefill_cap_tokens: how many of them it was allowed to compute.
-        leaves_prompts: whether a part of a prompt that was let in had to be left to the next step.
+        num_reserved: tokens that are left for the head of the queue by those that run and are behind it in order.
+        reserved_for: its order.
         waits_for: what those wait for whom it has not let in; None where nobody does.
     """
 
@@ -60,18 +61,19 @@ class StepInFlight:
         "is_ahead",
         "joins",
         "late",
-        "leaves_prompts",
         "now",
         "num_admitted",
         "num_leaving",
         "num_prefill_rows",
         "num_prefill_tokens",
         "num_recomputed_tokens",
+        "num_reserved",
         "partial",
         "plan",
         "prefill_cap_tokens",
         "promises",
         "requests",
+        "reserved_for",
         "samples",
         "waits_for",
     )
@@ -93,8 +95,9 @@ class StepInFlight:
         self.num_prefill_tokens = 0
         self.num_prefill_rows = 0
         self.prefill_cap_tokens = NO_CAP
-        self.leaves_prompts = False
         self.num_recomputed_tokens = 0
+        self.num_reserved = 0
+        self.reserved_for = (0.0, -1)
         self.waits_for: WaitCause | None = None
 
     @property

@@ -6,7 +6,8 @@ that tells them apart,
 
 1. the least urgent, as the policy says (:meth:`SchedulingPolicy.level`): nobody gives way to somebody less urgent;
 2. who was preempted least often: who has come back is not sent away again while others never were;
-3. who loses least for each block that is freed (``kv/losses.py``);
+3. who loses least for each block that is freed (``kv/losses.py``), in whole blocks: how far the last one is filled
+   would only choose those that have few blocks, and so more of them;
 4. the last in order.
 
 Where nobody is behind it, the beneficiary goes itself. So it does where those behind it were preempted as often as
@@ -71,9 +72,9 @@ class Victims:
         return -self._policy.level(request), request.num_preemptions
 
     def _loss(self, request: Request) -> tuple[float, float, int]:
-        """Return the loss for each block freed, and behind it the order, the last first."""
+        """Return the blocks lost for each block freed, and behind it the order, the last first."""
         seats = [request] if request.beams is None or not request.beams.has_begun else request.beams.seats
         caches = [seat.cache for seat in seats if seat.cache is not None]
         loss = self._core.losses.of(caches, [seat.num_computed_tokens for seat in seats])
         key, index = request.order
-        return loss.per_block, -key, -index
+        return loss.in_blocks(self._core.block_size), -key, -index

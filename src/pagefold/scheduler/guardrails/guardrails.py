@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 __all__ = ["NO_GUARDRAILS", "GuardrailStatus", "Guardrails", "Targets"]
 
 
+_CONTENDED = frozenset({"seats", "memory", "growth"})
+"""What ends when somebody leaves."""
+
+
 class Targets(NamedTuple):
     """What a server is to keep, in seconds; None where it does not matter.
 
@@ -93,11 +97,12 @@ class Guardrails:
             num_prompt_tokens=step.num_prefill_tokens,
             cap_tokens=step.prefill_cap_tokens,
             has_drafts=bool(step.plan.drafted),
-            leaves_prompts=step.leaves_prompts,
-            is_contended=step.waits_for in {"seats", "memory"},
+            leaves_prompts=bool(step.partial),
+            is_contended=step.waits_for in _CONTENDED,
             num_finished=num_finished - self._num_finished,
         )
         self._num_finished = num_finished
+        queue.is_contended = landed.is_contended
         self.pacing.landed(landed)
         for request in step.admitted if self.shedder.is_on else ():
             computed_s, waited_s = request.times.computed_wait_s, request.times.queue_s

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from pagefold.errors import TraceError
 from pagefold.kv.keep import KEEP_ALL, KeepRule
 from pagefold.kv.policies import POLICIES
-from pagefold.request import SessionRef
+from pagefold.request import MAX_WEIGHT, MIN_WEIGHT, SessionRef
 from pagefold.scheduler import ADMISSION_RULES, SCHEDULING_POLICIES
 from pagefold.scheduler.guardrails import NO_CAP
 from pagefold.sim.size_limits import MAX_BLOCKS, MAX_TOKENS
@@ -202,6 +202,8 @@ class _Reader:
             message_ends=line.wholes("message_ends", 1, num_prompt_tokens),
             has_stop_strings="stops" in line and line.flag("stops"),
             has_beams="beams" in line and line.flag("beams"),
+            tenant=line.whole("tenant", 0, len(self._adds)) if "tenant" in line else 0,
+            weight=line.number("weight", MIN_WEIGHT, MAX_WEIGHT) if "weight" in line else 1.0,
         )
         prompt = _hashes(line)
         if len(prompt) != num_prompt_tokens:
@@ -270,6 +272,11 @@ def _rule(value: object) -> KeepRule:
     return KeepRule(None if window is None else Fields.as_whole("keeps", window, 1, MAX_TOKENS), is_chunked, sinks)
 
 
+def _places(line: Fields, name: str) -> int | None:
+    """Return how many prompts may be partly computed; None for any number."""
+    return line.whole(name, 1, MAX_BLOCKS) if name in line and line.get(name) is not None else None
+
+
 def _returns(line: Fields) -> float:
     return 0.0 if line.get("returns") is True else line.number("returns", 0, _FOREVER_S)  # as it was told before
 
@@ -283,11 +290,6 @@ def _session(digests: list[object]) -> SessionRef:
     except ValueError:
         msg = "a digest of its session is no number in hexadecimal"
         raise ValueError(msg) from None
-
-
-def _places(line: Fields, name: str) -> int | None:
-    """Return how many prompts may be partly computed; None for any number."""
-    return line.whole(name, 1, MAX_BLOCKS) if name in line and line.get(name) is not None else None
 
 
 def _pin(line: Fields) -> tuple[float | None, float]:
