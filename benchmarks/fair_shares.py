@@ -2,7 +2,7 @@
 
 Workload: two tenants of equal weights, Poisson arrivals, in virtual time on the real scheduler and cache; a step costs
 what it does on a small CPU (40 ms, 0.3 ms a token computed, 1 us a token read). One tenant sends half its share of what
-the server can do, the other 20 x its share. In three settings what is short is places (``max_num_seqs``), blocks, or
+the server can do, the other 20 x its share. In three settings what is short is seats (``max_num_seqs``), blocks, or
 tokens of a step. Prompts and outputs are exponential around their means. First come first served is beside it, with no
 limit asked; and with it, how the served tokens were shared, and how many requests made way.
 
@@ -54,7 +54,7 @@ class Setting:
 
 
 SETTINGS = {
-    "places": Setting(32, 256, 20_000, 200, 100),
+    "seats": Setting(32, 256, 20_000, 200, 100),
     "blocks": Setting(256, 256, 2_000, 400, 100),
     "tokens": Setting(64, 256, 20_000, 1000, 20),
 }

@@ -470,7 +470,7 @@ class FetchEnded:
 
 PreemptionCause: TypeAlias = Literal["memory", "share"]
 """Why a running request was preempted: one that runs needed blocks, or one that waits had less than its tenant's share
-of places or blocks."""
+of seats or blocks."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -308,7 +308,7 @@ def test_a_burst_that_has_all_places_makes_way():
     assert house.made_way == ["a4", "a3"]
     house.send("b", num_new=50)
     house.step()
-    assert house.made_way == ["a4", "a3"], "each has two of four places"
+    assert house.made_way == ["a4", "a3"], "each has two of four seats"
     for _ in range(20):
         house.step()
     assert house.made_way == ["a4", "a3"], "nobody takes back what he gave"

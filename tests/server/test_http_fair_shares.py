@@ -106,7 +106,7 @@ def test_a_recording_of_tenants_is_replayed_to_the_block(tiny_chat_model, tmp_pa
 
     def ask(tenant: str, seed: int) -> None:
         rng = random.Random(seed)
-        for _ in range(8):
+        for _ in range(5):
             sent = body(rng.choice((5, 20, 60)), max_tokens=rng.randrange(2, 40), seed=seed, temperature=1)
             sent["n"] = rng.choice((1, 1, 2))
             sent["prompt"] = [rng.randrange(3, 9) for _ in sent["prompt"]]
@@ -131,4 +131,4 @@ def test_a_recording_of_tenants_is_replayed_to_the_block(tiny_chat_model, tmp_pa
     assert recording.settings.scheduling_policy == "fair"
     report = replay_recording(recording)
     assert report.first_difference == ""
-    assert report.num_requests >= 20
+    assert report.num_requests >= 10

@@ -66,6 +66,16 @@ def test_a_key_file(tmp_path):
     assert said == []
 
 
+def test_weights_and_rates_name_their_tenant_when_they_are_refused(tmp_path):
+    entry = '[[keys]]\nkey = "sk-secret"\ntenant = "acme"\n'
+    text = entry + "weight = 2\ntokens_per_s = 500\nburst_tokens = 20000\n"
+    (account,) = read_key_file(written(tmp_path, text), print)
+    assert (account.weight, account.tokens_per_s, account.burst_tokens) == (2.0, 500.0, 20000.0)
+    assert CompletionRequest(prompt="x").caller(account).weight == 2.0
+    with pytest.raises(ConfigError, match=r"gives tenant acme weight -3; write 0\.001 to 1000, such as 1"):
+        read_key_file(written(tmp_path, entry + "weight = -3\n"), print)
+
+
 def test_a_tenants_share_is_for_requests_and_prefixes_that_ask_for_none():
     gamma = Account(key="sk-gamma", tenant="gamma", kv_keep=0.5)
     for fields, wanted in (({}, (0.5, "")), ({"kv_keep": 1}, (1.0, "")), ({"kv_quality": "exact"}, (None, "exact"))):
@@ -112,6 +122,12 @@ def test_others_may_not_read_it(tmp_path, mode):
         ('[[keys]]\nkey = "sk-secret"\ntenant = "a"\nkv_keep = 0\n', 1),
         ('[[keys]]\nkey = "sk-secret"\ntenant = "a"\nkv_keep = nan\n', 1),
         ('[[keys]]\nkey = "sk-secret"\ntenant = "a"\nkv_keep = "half"\n', 1),
+        ('[[keys]]\nkey = "sk-secret"\ntenant = "a"\nweight = 0\n', 1),
+        ('[[keys]]\nkey = "sk-secret"\ntenant = "a"\nweight = nan\n', 1),
+        ('[[keys]]\nkey = "sk-secret"\ntenant = "a"\nweight = "heavy"\n', 1),
+        ('[[keys]]\nkey = "sk-secret"\ntenant = "a"\ntokens_per_s = -5\n', 1),
+        ('[[keys]]\nkey = "sk-secret"\ntenant = "a"\nburst_tokens = 50\n', 1),
+        ('[[keys]]\nkey = "a"\ntenant = "a"\nweight = 2\n[[keys]]\nkey = "sk-secret"\ntenant = "a"\n', 5),
         ('[[keys]]\nkey = "a"\ntenant = "a"\nkv_keep = 0.5\n[[keys]]\nkey = "sk-secret"\ntenant = "a"\n', 5),
         ('keys = ["sk-secret"]\n', 1),
         ('keys = "sk-secret"\n', 1),

@@ -173,7 +173,7 @@ class FairShares:
         self.num_changes += 1
 
     def left(self, request: Request) -> None:
-        """``request`` has no blocks any more, nor a place, if it had one."""
+        """``request`` has no blocks any more, nor a seat, if it had one."""
         held = self._held.pop(request, None)
         if held is not None:
             tenant = self.tenants[request.tenant]

@@ -1,6 +1,6 @@
-"""MakingWay: who gives a place, or memory, for a tenant that has less than its share.
+"""MakingWay: who gives a seat, or memory, for a tenant that has less than its share.
 
-Start tags say who goes first, and that is enough where requests are short. Where a burst holds all places or blocks,
+Start tags say who goes first, and that is enough where requests are short. Where a burst holds all seats or blocks,
 who comes next would wait until it has been served. So the head of the queue is let in at the cost of the tenant that
 has most beside its weight, as long as that one has no less than the head's tenant then (max-min fairness):
 
@@ -216,7 +216,7 @@ class _Kind(Protocol):
 
 
 class _Seats:
-    """Places."""
+    """Seats."""
 
     @staticmethod
     def had(tenant: TenantShare, /) -> float:
