@@ -21,6 +21,7 @@ __all__ = [
     "PinQuotaError",
     "QualityError",
     "QueueFullError",
+    "RateLimitError",
     "RequestTimeoutError",
     "StepFailedError",
     "TraceError",
@@ -111,6 +112,18 @@ class QueueFullError(PagefoldError):
 
     Args:
         retry_after_s: when it is worth trying again.
+    """
+
+    def __init__(self, message: str, *, retry_after_s: int, remedy: str = "") -> None:
+        super().__init__(message, remedy=remedy)
+        self.retry_after_s = retry_after_s
+
+
+class RateLimitError(PagefoldError):
+    """A tenant has used up the tokens that it may for now.
+
+    Args:
+        retry_after_s: when it has enough again.
     """
 
     def __init__(self, message: str, *, retry_after_s: int, remedy: str = "") -> None:

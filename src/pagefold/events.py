@@ -40,6 +40,7 @@ __all__ = [
     "PathsDistrusted",
     "PinCause",
     "PinDropped",
+    "PreemptionCause",
     "PrefixLookup",
     "PrefixMissed",
     "PromptFinished",
@@ -305,6 +306,7 @@ class RequestAdded:
         message_ends: positions behind the messages of its prompt.
         has_stop_strings: whether a text may end it.
         has_beams: whether these are beams of a search, whose tokens are known at the end.
+        tenant, weight: as in ``Request``.
     """
 
     sample_ids: tuple[str, ...]
@@ -321,6 +323,8 @@ class RequestAdded:
     message_ends: Sequence[int] = ()
     has_stop_strings: bool = False
     has_beams: bool = False
+    tenant: str = ""
+    weight: float = 1.0
     session: tuple[bytes, bytes, bytes] | None = None
 
 
@@ -464,6 +468,11 @@ class FetchEnded:
     saved_s: float = 0.0
 
 
+PreemptionCause: TypeAlias = Literal["memory", "share"]
+"""Why a running request was preempted: one that runs needed blocks, or one that waits had less than its tenant's share
+of places or blocks."""
+
+
 @dataclass(frozen=True, slots=True)
 class RequestPreempted:
     """A running request gave its blocks back and waits again.
@@ -471,7 +480,8 @@ class RequestPreempted:
     Attributes:
         num_computed_tokens: how many of its tokens had KV. What the tree still holds at its return is not recomputed.
         usage_before, usage_after: share of blocks held by sequences, 0 to 1.
-        cause_request_id: the request that needed the memory.
+        cause_request_id: the request that needed what it had.
+        cause: why it had to go: see :data:`PreemptionCause`.
     """
 
     request_id: str
@@ -479,6 +489,7 @@ class RequestPreempted:
     usage_before: float
     usage_after: float
     cause_request_id: str
+    cause: PreemptionCause = "memory"
 
 
 @dataclass(frozen=True, slots=True)

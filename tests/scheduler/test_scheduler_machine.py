@@ -78,6 +78,7 @@ from pagefold.kv import (
 from pagefold.request import Request, RequestStatus, SessionRef, StopRule, WarmUp, session_ref
 from pagefold.sampling import SamplingParams
 from pagefold.scheduler import SCHEDULING_POLICIES, Guardrails, PrefillLimits, Scheduler, SchedulerLimits, Targets
+from pagefold.scheduler.making_way import MOST_WAYS_MADE
 from pagefold.scheduler.prefill_limits import NO_PREFILL_LIMITS
 from pagefold.scheduler.suspicion import MAX_FAILED_IN_A_ROW
 from pagefold.sim.shadow_runner import VOCAB_SIZE, ShadowRunner, alone, cells_of
@@ -92,6 +93,8 @@ if TYPE_CHECKING:
 BLOCK_SIZE = 4
 MAX_WAITING = 6
 NAMESPACES = tuple(Namespace(model="m", tenant=tenant).key() for tenant in ("", "a"))
+TENANTS, WEIGHTS = "aaaaabbc", {"a": 0.5, "b": 4.0, "c": 1.0}
+"""One sends most. Who asks is apart from what is shared, so that tenants find each other's blocks here."""
 STREAMS = tuple(tuple(Random(seed).choices(range(VOCAB_SIZE), k=60)) for seed in range(40))
 """What prompts begin with, so that prefixes, partial matches and duplicates are frequent: the first two are popular, of
 the others a few requests come one after another."""
@@ -256,6 +259,7 @@ class Machine:
         self.events: list[Event] = []
         self.now = 0.0
         self.computed_at_failure: dict[str, int] = {}  # tokens of who ran when the last step failed
+        self.num_made_way: Counter[str] = Counter()
         self.chosen: list[tuple[Request, Request]] = []  # of this schedule(): who was preempted, and for whom
         self.scheduler._rows._relief._victims.choose = self._choose
         self.failed_extends: list[int] = []  # of this schedule(): how many blocks pins alone kept each time
@@ -290,6 +294,7 @@ class Machine:
         num_samples = 1 + num_new // 50 % min(4, self.setup.max_num_seqs) if own // 16 % 3 == 0 else 1
         num_samples = num_samples if warm_up is None else 1
         max_total = len(tokens) if num_new % 13 == 0 else max_total
+        tenant = TENANTS[(own + which) % len(TENANTS)]
         samples = [
             Request(
                 request_id if not index else f"{request_id}/{index}",
@@ -305,6 +310,8 @@ class Machine:
                 warm_up=warm_up,
                 message_ends=tuple(range(1 + own % 7, len(tokens), 7)),
                 mask=mask,
+                tenant=tenant,
+                weight=WEIGHTS[tenant],
                 session=session,
                 returns_in_s=returns_in_s,
             )
@@ -396,7 +403,9 @@ class Machine:
             assert not admitted
             is_forking = any(request.forks for request in first.samples)
             is_in_the_way = self.scheduler.suspicion.is_on or is_forking or self.failed_extends or self._joins()
-            is_in_the_way = is_in_the_way or bool(first.plan.drafted or first.plan.packing_rows)
+            is_due = self.scheduler._making_way.is_due()
+            self._saw("not ahead: somebody is to make way", is_due)
+            is_in_the_way = is_in_the_way or is_due or bool(first.plan.drafted or first.plan.packing_rows)
             self._saw("not ahead: chunks are packed", bool(first.plan.packing_rows))
             self._saw("not ahead: drafts", bool(first.plan.drafted))
             assert is_in_the_way or not goes_on, "nothing was in the way"
@@ -714,7 +723,7 @@ class Machine:
 
     # Checks.
 
-    def check(self) -> None:  # noqa: C901 - a list of what holds
+    def check(self) -> None:  # noqa: C901, PLR0912 - a list of what holds
         """Check all that holds between operations."""
         scheduler, core = self.scheduler, self.core
         audit(core)
@@ -729,6 +738,8 @@ class Machine:
             is_in_order = everybody == sorted(everybody)
             self.is_out_of_order = not is_in_order and (self.is_out_of_order or scheduler.suspicion.is_on)
             assert is_in_order or self.is_out_of_order, "not in order of arrival"
+        elif self.setup.scheduling == "fair":
+            self._check_shares()
         else:
             known = [(request.priority * 2.5 + request.arrival_s, request.index) for request in scheduler.waiting]
             assert known == waiting
@@ -802,7 +813,8 @@ class Machine:
         after = {request.request_id for request in self.scheduler.running}
         preempted = [event.request_id for event in self.events if isinstance(event, RequestPreempted)]
         assert len(set(preempted)) == len(preempted)
-        assert preempted == [victim.request_id for victim, _ in self.chosen]
+        made_way = self._made_way()
+        assert preempted[len(made_way) :] == [victim.request_id for victim, _ in self.chosen]
         for victim, beneficiary in self.chosen:
             assert victim is beneficiary or victim.order > beneficiary.order, "for somebody behind it"
             self._saw("not the last was preempted", victim.index < max(one.index for one in before))
@@ -813,10 +825,28 @@ class Machine:
                 computed = self.computed.pop(request_id)
                 self.ever_computed[request_id] = max(self.ever_computed.get(request_id, 0), computed)
                 self._saw("readmitted in the step that preempted it", request_id in after)
+                if request_id in made_way and request_id in after:
+                    head = next(each.cause_request_id for each in self.events if _is_about(each, request_id))
+                    assert head in after, "made way, and took it back"
             else:
                 assert request_id in after, "gone without an event"
         assert not before or before[0].request_id not in preempted, "the oldest was preempted"
         self.seen["preempted"] += len(preempted)
+
+    def _made_way(self) -> list[str]:
+        """Return who was preempted for another tenant's share: before all others; and check for whom."""
+        made_way = [each for each in self.events if isinstance(each, RequestPreempted) and each.cause == "share"]
+        assert self.setup.scheduling == "fair" or not made_way
+        for event in made_way:
+            request, head = self.requests[event.request_id], self.requests[event.cause_request_id]
+            assert request.tenant != head.tenant
+            assert request.order > head.order, "it would be let in again before"
+            assert any(one.tenant == request.tenant for one in self.scheduler.running), "a tenant's last one went"
+            self.num_made_way[event.request_id] += 1
+            assert self.num_made_way[event.request_id] <= MOST_WAYS_MADE
+        self._saw("made way", bool(made_way))
+        self._saw("several made way", len(made_way) > 1)
+        return [event.request_id for event in made_way]
 
     def _note_lost(self, request: Request) -> None:
         """Where blocks are sealed, a step that failed may have cost somebody the block that was not yet."""
@@ -952,6 +982,21 @@ class Machine:
         if not done:
             self.failed_extends.append(self.core.pool.num_pinned)
         return done
+
+    def _check_shares(self) -> None:
+        """What is counted of each tenant is what it has."""
+        scheduler = self.scheduler
+        shares = scheduler.policy.shares
+        assert shares is not None
+        new = [request for request in scheduler.waiting if request.num_cached_tokens < 0]
+        for name, tenant in shares.tenants.items():
+            running = [request for request in scheduler.running if request.tenant == name]
+            assert tenant.num_seats == sum(request.num_seqs for request in running)
+            assert tenant.num_waiting == sum(request.num_seqs for request in new if request.tenant == name)
+            held = sum(shares.held(sample) for request in running for sample in (request, *request.forks))
+            assert tenant.num_tokens == pytest.approx(held)
+            orders = [request.order for request in self.requests.values() if request.tenant == name]
+            assert orders == sorted(orders), "a tenant's requests are in order of arrival"
 
     def _check_pins(self) -> None:
         for pin in self.core.pins:
@@ -1180,12 +1225,17 @@ class Machine:
             self._saw("something superseded is evicted", event.rule == "superseded")
             spared = None if event.rule == "superseded" else self.core.blocks.expectations.superseded()
             assert spared is None, "evicted, while something superseded could go"
-        if isinstance(event, RequestPreempted):
+        if isinstance(event, RequestPreempted) and event.cause == "memory":
             assert not self.failed_extends[-1], "preempted, while pins alone keep a block"
 
     def _saw(self, what: str, holds: bool = True) -> None:
         if holds:
             self.seen[what] += 1
+
+
+def _is_about(event: Event, request_id: str) -> bool:
+    """Whether ``event`` is the preemption of a request."""
+    return isinstance(event, RequestPreempted) and event.request_id == request_id
 
 
 def loss_of(core: KVCore, request: Request) -> float:
@@ -1266,6 +1316,7 @@ def random_operations(
     rules: tuple[KeepRule, ...] = (KEEP_ALL,),
     *,
     has_host: bool = False,
+    is_fair: bool = False,
     **changes: object,
 ) -> Counter[str]:
     """Do ``num_operations`` random operations with everything checked after each. Return how often what happened.
@@ -1274,6 +1325,11 @@ def random_operations(
     """
     rng = Random(seed)
     setup = random_setup(rng, policy)
+    if is_fair:
+        num_seqs = max(3, setup.max_num_seqs)
+        budget = max(num_seqs, setup.max_num_batched_tokens)
+        setup = replace(setup, scheduling="fair", max_num_seqs=num_seqs, max_num_batched_tokens=budget)
+        setup = replace(setup, has_culprits=setup.has_culprits and seed % 2 > 0)
     setup = replace(setup, **changes)
     if len(rules) > 1:
         setup = replace(setup, rules=rules, num_blocks=setup.num_blocks * len(rules))
@@ -1309,7 +1365,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_blocks=st.sampled_from((6, 9, 14, 3)),
         limits=st.sampled_from([(seqs, budget) for seqs in (4, 2, 1) for budget in (64, 9, 4)]),
         policy=st.sampled_from(("lru", "lfu", "fifo")),
-        scheduling=st.sampled_from(("fcfs", "priority", "lpm")),
+        scheduling=st.sampled_from(("fcfs", "priority", "lpm", "fair")),
         load=st.sampled_from([(admission, limits) for limits in PREFILLS for admission in ("prompt", *EXPECTING)]),
         kind=st.sampled_from([{}, {"long_outputs": True}, {"seals": True}, {"long_outputs": True, "seals": True}]),
         has_culprits=st.booleans(),
@@ -1621,6 +1677,28 @@ def test_what_is_worth_testing_happens() -> None:
         "what a preemption kept",
     ):
         assert seen[what] > 0, f"{what} never happened: {seen}"
+
+
+@IN_FULL
+def test_random_operations_of_tenants_with_shares(in_full: bool) -> None:
+    """The same where requests make way for other tenants' shares."""
+    seen: Counter[str] = Counter()
+    asked = ("made way", "not ahead: somebody is to make way", "preempted", "ahead", "ahead: admitted", "forked")
+    asked += ("cancelled during a step", "failed step with one behind it", "somebody is held back", "several made way")
+    for seed in until_seen((711, 707, 704, 710, 701, 712, 706), seen, asked, in_full=in_full):
+        seen += random_operations(seed, 400, "lru", is_fair=True)
+    assert min(seen[what] for what in asked) > 0, seen
+
+
+@IN_FULL
+def test_random_operations_of_tenants_with_shares_and_groups(in_full: bool) -> None:
+    """The same where groups keep windows or pack, and there is a host tier."""
+    seen: Counter[str] = Counter()
+    for seed in until_seen(range(720, 730), seen, ["made way"], in_full=in_full):
+        rules = (GROUPS[2], PACKING[0], (KEEP_ALL,))[seed % 3]
+        changes = {"seals": False} if rules in PACKING else {}
+        seen += random_operations(seed, 300, "lru", rules, has_host=seed % 2 > 0, is_fair=True, **changes)
+    assert seen["made way"]
 
 
 @pytest.mark.long

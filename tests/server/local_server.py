@@ -31,6 +31,7 @@ from pagefold.observe.recorder import TraceRecorder
 from pagefold.server import create_app
 from pagefold.server.connection import http_settings
 from pagefold.server.listener import listen
+from pagefold.server.rates import rates_of
 
 if TYPE_CHECKING:
     import asyncio
@@ -227,9 +228,10 @@ class LocalServer(AnyServer):
         self.arena = self.engine.runner.arena
         self.runner = ControlledRunner(self.engine.runner)
         self.engine.runner = self.runner
-        self.client = EngineThread(self.engine, max_requests=max_requests)
-        self.client.start()
         config = ServerConfig(**{"max_body_bytes": 2**20} | (door or {}))
+        rates = rates_of(config.accounts, time.monotonic)
+        self.client = EngineThread(self.engine, max_requests=max_requests, rates=rates)
+        self.client.start()
         self.app = create_app(
             self.client,
             model_name=self.model,

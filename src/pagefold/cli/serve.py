@@ -124,10 +124,14 @@ def _accounts(path: str | None, config: EngineConfig) -> tuple[Account, ...]:
 
     accounts = () if path is None else read_key_file(path, lambda line: typer.echo(line, err=True))
     urgent = next((account for account in accounts if account.priority), None)
-    if urgent is not None and config.scheduling_policy in ("fcfs", "lpm"):
+    if urgent is not None and config.scheduling_policy != "priority":
         what = f"Class {urgent.customer_class} has priority {urgent.priority}"
         msg = f"{what}, but {config.scheduling_policy} looks at none."
         raise ConfigError(msg, remedy="Start with --scheduling-policy priority, or give the class priority 0.")
+    weighty = next((account for account in accounts if account.weight is not None), None)
+    if weighty is not None and config.scheduling_policy != "fair":
+        what = f"tenant {weighty.tenant} has weight {weighty.weight:g}, and"
+        typer.echo(f"warning: {what} weights count only with --scheduling-policy fair", err=True)
     offered = config.kv_keep or (1.0,)
     other = next((account for account in accounts if account.kv_keep not in (None, *offered)), None)
     if other is not None:

@@ -31,7 +31,7 @@ Device: TypeAlias = Literal["auto", "cpu", "cuda"]
 AttentionBackend: TypeAlias = Literal["auto", "cpu", "cuda", "reference"]
 ModelImpl: TypeAlias = Literal["auto", "pagefold", "transformers"]
 TransportCodec: TypeAlias = Literal["none", "lossless", "lossy7", "lossy6"]
-SchedulingPolicyName: TypeAlias = Literal["fcfs", "priority", "lpm"]
+SchedulingPolicyName: TypeAlias = Literal["fcfs", "priority", "lpm", "fair"]
 Admission: TypeAlias = Literal["predicted", "prompt", "max_tokens"]
 
 _MAX_BLOCK_SIZE = 256
@@ -109,8 +109,8 @@ class EngineConfig:
         speculative_config: who drafts what requests will sample, so that a step finds several of their tokens; None for
             nobody. It changes no output. A mapping with the fields of ``SpeculativeParams`` will do.
         seed: of the draws of requests that bring no seed.
-        scheduling_policy: who goes first: ``fcfs``; ``priority`` (the smallest ``priority`` of a request); or ``lpm``
-            (the longest prefix in the cache).
+        scheduling_policy: who goes first: ``fcfs``; ``priority`` (the smallest ``priority`` of a request); ``lpm`` (the
+            longest prefix in the cache); or ``fair`` (tenants by their weights).
         priority_aging_s: with ``priority``, seconds of waiting that are worth one level; with ``lpm``, after so many
             nobody overtakes.
         admission: when a request that waits is let in: when its prompt and ``predicted`` output fit beside the
@@ -245,7 +245,10 @@ class EngineConfig:
     seed: Annotated[int, Flag("Of requests that bring none.")] = 0
     scheduling_policy: Annotated[
         SchedulingPolicyName,
-        Flag("Who goes first: fcfs, priority (the smallest), or lpm (the longest prefix in the cache)."),
+        Flag(
+            "Who goes first: fcfs, priority (the smallest), lpm (the longest prefix in the cache), or fair (tenants by "
+            "their weights)."
+        ),
     ] = "fcfs"
     priority_aging_s: Annotated[
         float, Flag("Seconds of waiting that are worth one level of priority; after which nobody overtakes with lpm.")

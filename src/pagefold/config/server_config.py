@@ -36,6 +36,9 @@ class Account:
         customer_class: on what terms it is served; a label.
         priority: of its requests, unless they bring one.
         kv_keep: the share of older tokens that its requests have kept, unless they ask; None for the server's default.
+        weight: the tenant's share beside other tenants' weights, where the server shares by them; None for 1.
+        tokens_per_s: tokens a second that the tenant may use, prompts and outputs together; None for any number.
+        burst_tokens: how many it may use at once, behind a pause; None for what comes in a minute.
     """
 
     key: str = field(repr=False)
@@ -43,6 +46,9 @@ class Account:
     customer_class: str = ""
     priority: int = 0
     kv_keep: float | None = None
+    weight: float | None = None
+    tokens_per_s: float | None = None
+    burst_tokens: float | None = None
 
 
 def is_key(text: str) -> bool:

@@ -83,6 +83,7 @@ class EngineClient(Protocol):
             InvalidRequestError: it can never be served; with the field at fault.
             EngineStoppedError: the engine takes no more requests.
             QueueFullError: too many wait already.
+            RateLimitError: the caller's tenant has used up the tokens that it may for now.
         """
 
     async def reset_prefix_cache(self) -> int:

@@ -193,7 +193,7 @@ class Engine:
         max_total = self.capacity.max_model_len
         if sampling.max_tokens is not None:
             max_total = min(max_total, len(prompt_token_ids) + sampling.max_tokens)
-        priority = caller.priority + (0 if self.scheduler.policy.name in ("fcfs", "lpm") else caller.tier_offset)
+        priority = caller.priority + (caller.tier_offset if self.scheduler.policy.heeds_priority else 0)
         seed = sampling.seed if sampling.seed is not None else hash((self._seed, self._num_requests))
         self._num_requests += 1
         now = self._clock()
@@ -212,6 +212,8 @@ class Engine:
                 stop=stop,
                 matcher=matcher,
                 namespace=namespace,
+                tenant=caller.tenant,
+                weight=caller.weight,
                 seed=seed + index,
                 arrival_s=now,
                 deadline_s=None if self._request_timeout_s is None else now + self._request_timeout_s,

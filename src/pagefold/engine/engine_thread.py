@@ -18,8 +18,9 @@ from pagefold.engine.outputs import OutputDelta
 from pagefold.engine.queue_bound import QueueBound
 from pagefold.engine.status import EngineStatus
 from pagefold.engine.together import Together
+from pagefold.engine.token_rates import NO_RATES
 from pagefold.engine.token_stream import Taken, TokenStream
-from pagefold.errors import EngineStoppedError
+from pagefold.errors import EngineStoppedError, RateLimitError
 from pagefold.request import ANYBODY
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from pagefold.engine.engine import Engine
     from pagefold.engine.foresight import Foreseen
     from pagefold.engine.pins import PinReport
+    from pagefold.engine.token_rates import AnyRates
     from pagefold.memory.limit import Limit
     from pagefold.request import Caller, EndedSession, SessionRef
     from pagefold.sampling import SamplingParams
@@ -50,10 +52,12 @@ class EngineThread:
     Args:
         engine: nobody else may call it from now on.
         max_requests: how many may be here at once, those that wait included, each sample counted; None for any number.
+        rates: who may use how many tokens.
     """
 
-    def __init__(self, engine: Engine, *, max_requests: int | None = None) -> None:
+    def __init__(self, engine: Engine, *, max_requests: int | None = None, rates: AnyRates = NO_RATES) -> None:
         self._engine = engine
+        self._rates = rates
         self._end_s = 0.0  # until then it may write to slow tiers what is cached, once it drains
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._streams: dict[str, TokenStream] = {}  # touched by the engine's thread only
@@ -143,12 +147,17 @@ class EngineThread:
     ) -> TokenStream:
         """See :class:`~pagefold.engine.client.EngineClient`."""
         self._engine.check(prompt_token_ids, sampling, caller)
+        num_prompt_tokens = len(prompt_token_ids)
         num_samples = sampling.num_samples
         loop = asyncio.get_running_loop()
         with_whom = together or Together()
         is_judged = self._engine.scheduler.guardrails.shedder.is_on
         stream = TokenStream(
-            loop, num_samples, lambda stream: self._commands.put(lambda: abort(stream)), is_taken=not is_judged
+            loop,
+            num_samples,
+            lambda stream: self._commands.put(lambda: abort(stream)),
+            caller.tenant,
+            is_taken=not is_judged,
         )
 
         def add() -> None:
@@ -158,6 +167,7 @@ class EngineThread:
             except Exception as error:  # noqa: BLE001 - whoever asked is told
                 failure = error  # Python forgets `error` where this clause ends
                 self._count_end(num_samples)
+                self._rates.spend(caller.tenant, -num_prompt_tokens)
                 _call(stream.loop, lambda: stream.deltas.put_nowait(failure))
             else:
                 self._streams[request_id] = stream
@@ -172,6 +182,11 @@ class EngineThread:
         with self._gate:
             self.ensure_ready()
             self._queue.enter(num_samples)
+            try:
+                self._rates.enter(caller.tenant, num_prompt_tokens)
+            except RateLimitError:
+                self._queue.turn_away(num_samples)
+                raise
             self._commands.put(add)
         return stream
 
@@ -289,6 +304,7 @@ class EngineThread:
 
     def _deliver(self, deltas: list[OutputDelta]) -> None:
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[TokenStream, OutputDelta]]] = {}
+        num_made: dict[str, int] = {}  # tokens, by tenant
         for delta in deltas:
             stream = self._streams.get(delta.request_id)
             if stream is None:
@@ -296,6 +312,9 @@ class EngineThread:
             if delta.is_last:
                 self._forget(delta.request_id)
             by_loop.setdefault(stream.loop, []).append((stream, delta))
+            num_made[stream.tenant] = num_made.get(stream.tenant, 0) + len(delta.token_ids)
+        for tenant, num_tokens in num_made.items():
+            self._rates.spend(tenant, num_tokens)
         for loop, pairs in by_loop.items():
             _call(loop, lambda pairs=pairs: [stream.deltas.put_nowait(delta) for stream, delta in pairs])  # type: ignore[misc]
 

@@ -40,6 +40,10 @@ class QueueBound:
             raise QueueFullError(msg, retry_after_s=retry_after_s, remedy=f"Try again in {retry_after_s} s.")
         self.num_requests += num_samples
 
+    def turn_away(self, num_samples: int) -> None:
+        """Take back that a request of so many samples came in: it is refused for another reason."""
+        self.num_requests -= num_samples
+
     def leave(self, num_samples: int) -> None:
         """Count a request of so many samples out."""
         self.num_requests -= num_samples

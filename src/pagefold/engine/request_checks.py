@@ -63,8 +63,9 @@ class RequestChecks:
             refuse_without_tokenizer(sampling)
         kind = self._limits.kind_of(caller)
         self._check_samples(num_tokens, sampling, kind)
-        if caller.priority and self._scheduler.policy.name in ("fcfs", "lpm"):
-            msg = f"priority is {caller.priority}, but {self._scheduler.policy.name} looks at none."
+        policy = self._scheduler.policy
+        if caller.priority and not policy.heeds_priority:
+            msg = f"priority is {caller.priority}, but {policy.name} looks at none."
             raise InvalidRequestError(
                 msg, param="priority", remedy="Leave it out, or start with scheduling_policy=priority."
             )

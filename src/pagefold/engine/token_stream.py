@@ -42,10 +42,12 @@ class TokenStream:
         loop: asyncio.AbstractEventLoop,
         num_samples: int,
         abort: Callable[[TokenStream], None],
+        tenant: str = "",
         *,
         is_taken: bool = True,
     ) -> None:
         self.loop = loop
+        self.tenant = tenant
         self.num_samples = num_samples
         self.deltas: asyncio.Queue[OutputDelta | Taken | Exception] = asyncio.Queue()
         self.is_taken = is_taken

@@ -110,6 +110,7 @@ class TraceRecorder:
         self._pins: dict[str, int] = {}  # pin id -> the number of the request that it is named after
         self._num_samples = 0
         self._namespaces: dict[bytes, int] = {}  # digest -> number
+        self._tenants: dict[str, int] = {}  # likewise: a few, whom a key file names
         self._num_put = self._num_written = 0  # tokens: each counted by one thread only
         self._step = _Step()
         self._is_broken = False
@@ -215,6 +216,7 @@ class TraceRecorder:
             line["deadline"] = event.deadline_s
         if event.priority:
             line["priority"] = event.priority
+        line |= self._share_of(event)
         if event.has_prompt_logprobs:
             line["prompt_logprobs"] = True
         line |= _of_session(event)
@@ -225,6 +227,12 @@ class TraceRecorder:
             self._pins[event.sample_ids[0]] = first
         prompt = event.token_ids[0][: event.num_prompt_tokens]  # now: it grows, and hashing is for later
         self._put(line, _Tokens(range(first, self._num_samples), prompt))
+
+    def _share_of(self, event: RequestAdded) -> dict[str, Any]:
+        """Return the number and the weight of a request's tenant, where they are not what is taken for granted."""
+        tenant = self._tenants.setdefault(event.tenant, len(self._tenants))
+        fields = {"tenant": tenant, "weight": event.weight}
+        return {name: value for name, value in fields.items() if value != {"tenant": 0, "weight": 1}[name]}
 
     def _end(self, event: RequestFinished) -> None:
         number = self._numbers.pop(event.request_id)

@@ -1,6 +1,14 @@
 """A request on its way through, who asks for it and on what terms, and when things happened to it."""
 
-from pagefold.request.caller import ANYBODY, DEFAULT_RETENTION_PRIORITY, MAX_RETURNS_IN_S, Caller, WarmUp
+from pagefold.request.caller import (
+    ANYBODY,
+    DEFAULT_RETENTION_PRIORITY,
+    MAX_RETURNS_IN_S,
+    MAX_WEIGHT,
+    MIN_WEIGHT,
+    Caller,
+    WarmUp,
+)
 from pagefold.request.request import LEGAL_MOVES, FinishReason, Request, RequestStatus, StopRule
 from pagefold.request.session import MAX_SESSION_ID, EndedSession, SessionRef, session_ref
 from pagefold.request.times import RequestTimes
@@ -11,6 +19,8 @@ __all__ = [
     "LEGAL_MOVES",
     "MAX_RETURNS_IN_S",
     "MAX_SESSION_ID",
+    "MAX_WEIGHT",
+    "MIN_WEIGHT",
     "Caller",
     "EndedSession",
     "FinishReason",

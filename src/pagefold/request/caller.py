@@ -10,7 +10,15 @@ from pagefold.sampling import out_of_range
 from pagefold.speculation.params import SpeculativeParams  # noqa: TC001 - of a dataclass
 from pagefold.typecheck import wrong_type
 
-__all__ = ["ANYBODY", "DEFAULT_RETENTION_PRIORITY", "MAX_RETURNS_IN_S", "Caller", "WarmUp"]
+__all__ = [
+    "ANYBODY",
+    "DEFAULT_RETENTION_PRIORITY",
+    "MAX_RETURNS_IN_S",
+    "MAX_WEIGHT",
+    "MIN_WEIGHT",
+    "Caller",
+    "WarmUp",
+]
 
 _MAX_RETENTION_PRIORITY = 100.0
 
@@ -18,6 +26,9 @@ DEFAULT_RETENTION_PRIORITY = 35.0
 """The retention priority of a pin that says none, as in TensorRT-LLM."""
 
 MAX_RETURNS_IN_S = 86_400
+
+MIN_WEIGHT, MAX_WEIGHT = 1e-3, 1e3
+"""A tenant's weight lies between these."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +68,7 @@ class Caller:
 
     Attributes:
         tenant: whose blocks a request may share.
+        weight: the tenant's share beside others' weights, where tenants have shares; positive.
         cache_salt: only requests of the tenant with the same salt share blocks.
         priority: the smaller, the sooner it is served, with a scheduling policy that looks at it.
         warm_up: of a request that only warms the cache; None for all others.
@@ -71,6 +83,7 @@ class Caller:
     """
 
     tenant: str = ""
+    weight: float = 1.0
     cache_salt: str = ""
     priority: int = 0
     warm_up: WarmUp | None = None

@@ -109,6 +109,8 @@ class Request:
         max_computed_tokens: the most that was ever computed: what is computed again below it is recomputation.
         num_declined_tokens: how much behind its hit the host held, and computing was expected to be sooner: likewise.
         namespace: :meth:`Namespace.key` of its blocks.
+        tenant: whose it is: a name, of which the scheduler knows nothing else.
+        weight: the share of that tenant beside others' weights, where tenants have shares; positive.
         cache: its blocks while it runs.
         times: when it came, on the caller's clock, and what followed.
         deadline_s: when it is ended with ``timeout`` if it has not finished, on the same clock; None for never.
@@ -167,9 +169,11 @@ class Request:
         "speculation",
         "status",
         "stop",
+        "tenant",
         "times",
         "token_ids",
         "warm_up",
+        "weight",
     )
 
     def __init__(  # noqa: PLR0913 - a record; all but three are named at the call
@@ -193,6 +197,8 @@ class Request:
         speculation: SpeculativeParams | None = None,
         predicted: Sequence[int] = (),
         mask: int = 0,
+        tenant: str = "",
+        weight: float = 1.0,
         session: SessionRef | None = None,
     ) -> None:
         self.request_id = request_id
@@ -217,6 +223,8 @@ class Request:
         self.stop = stop
         self.matcher = matcher
         self.namespace = namespace
+        self.tenant = tenant
+        self.weight = weight
         self.seed = seed
         self.times = RequestTimes(arrival_s)
         self.deadline_s = deadline_s

@@ -177,5 +177,6 @@ class Admission:
         if request.times.scheduled_s is None:
             request.times.scheduled_s = step.now
         self._queues.running.append(request)
+        self._policy.admitted(request)
         self._rule.note(request, step.plan.step_id)
         return None

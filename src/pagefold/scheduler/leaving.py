@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from pagefold.kv import KVCore, SequenceCache
     from pagefold.request import WarmUp
     from pagefold.scheduler.growth import AdmissionRule
+    from pagefold.scheduler.policy import SchedulingPolicy
     from pagefold.scheduler.queues import Queues
     from pagefold.scheduler.sessions import Sessions
     from pagefold.scheduler.step_in_flight import StepInFlight
@@ -31,6 +32,7 @@ class Leaving:
         streamer: keeps what a request that streams has.
         rule: expects no growth any more of who goes.
         sessions: are told who leaves.
+        policy: is told who has left, and who has ended.
         emit: where events go.
 
     Attributes:
@@ -38,13 +40,21 @@ class Leaving:
     """
 
     def __init__(  # noqa: PLR0913, PLR0917 - the parts that it holds together
-        self, core: KVCore, queues: Queues, streamer: Streamer, rule: AdmissionRule, sessions: Sessions, emit: Emit
+        self,
+        core: KVCore,
+        queues: Queues,
+        streamer: Streamer,
+        rule: AdmissionRule,
+        sessions: Sessions,
+        policy: SchedulingPolicy,
+        emit: Emit,
     ) -> None:
         self._core = core
         self._queues = queues
         self._streamer = streamer
         self._rule = rule
         self._sessions = sessions
+        self._policy = policy
         self._emit = emit
         self.num_finished = 0
 
@@ -63,6 +73,7 @@ class Leaving:
         self._sessions.preempted(request)
         progress = request.num_computed_tokens / request.stop.max_total_tokens
         self.let_go(request, min(progress, 1.0))
+        self._leave(request)
         request.num_computed_tokens = 0
         request.to(RequestStatus.PREEMPTED if request.num_preemptions else RequestStatus.WAITING)
         self._queues.wait(request)
@@ -79,10 +90,12 @@ class Leaving:
                 self._core.uses.hint(request.cache, repeat(True))  # noqa: FBT003 - of every block
             self.let_go(request)
         self._queues.forget(request)
+        self._leave(request)
         self.num_finished += request.num_seqs
         for sample in (request, *request.forks):
             sample.finish_reason = reason
             sample.to(RequestStatus.FINISHED)
+            self._policy.ended(sample)
             self._rule.ended(sample, reason)
             self._emit(
                 RequestFinished(
@@ -124,6 +137,11 @@ class Leaving:
         use.is_told = use.is_told or cache.has_path
         self._core.release(cache)
         request.cache = None
+
+    def _leave(self, request: Request) -> None:
+        """Let a request and those that were to fork from it have no place any more."""
+        for sample in (request, *request.forks):
+            self._policy.left(sample)
 
     def _gather(self, group: BeamGroup[Request]) -> Request:
         """Let all beams but the first go, and that one be the request again that it was before it forked."""

@@ -9,6 +9,7 @@ from pagefold.scheduler.step_in_flight import StepInFlight
 
 if TYPE_CHECKING:
     from pagefold.kv import KVCore
+    from pagefold.scheduler.making_way import AnyMakingWay
     from pagefold.scheduler.queues import Queues
     from pagefold.scheduler.rows import RowPlanner
     from pagefold.steps import StepPlan
@@ -23,16 +24,21 @@ class LookAhead:
         core: the KV core.
         queues: who runs, and who waits.
         rows: plans the rows.
+        making_way: knows for whom others are to make way.
     """
 
-    def __init__(self, core: KVCore, queues: Queues, rows: RowPlanner) -> None:
+    def __init__(self, core: KVCore, queues: Queues, rows: RowPlanner, making_way: AnyMakingWay) -> None:
         self._core = core
         self._queues = queues
         self._rows = rows
+        self._making_way = making_way
 
     def may_follow(self, before: StepInFlight, now: float) -> bool:
-        """Whether a step may be planned behind ``before``: not where its tokens decide, or a request's time is up."""
-        if before.hides_too_much or self._queues.deadlines.next_s <= now:
+        """Whether a step may be planned behind ``before``.
+
+        Not where its tokens decide, a request's time is up, or somebody is to make way for another tenant's share.
+        """
+        if before.hides_too_much or self._queues.deadlines.next_s <= now or self._making_way.is_due():
             return False
         return not self._core.streaming.is_on  # which looks at one step at a time
 
@@ -45,6 +51,7 @@ class LookAhead:
             num_running = len(queues.running)
             step.num_leaving = len(all_running) - num_running
             queues.sort()
+            self._making_way.reserve(step)
             self._rows.plan(step)
         admitted = queues.running[num_running:]
         queues.running = all_running

@@ -11,6 +11,8 @@ from __future__ import annotations
 from itertools import islice
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
+from pagefold.scheduler.fair_shares import FairShares
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -38,12 +40,38 @@ OrderKey: TypeAlias = tuple[float, int]
 
 
 class SchedulingPolicy(Protocol):
-    """Orders requests."""
+    """Orders requests.
+
+    Attributes:
+        name: in ``--scheduling-policy``.
+        heeds_priority: whether a request's ``priority`` counts.
+        shares: what tenants have, for whose shares others make way; None where they have none.
+    """
 
     name: str
+    heeds_priority: bool
+
+    @property
+    def shares(self) -> FairShares | None:
+        """See above."""
 
     def key(self, request: Request) -> OrderKey:
-        """Return the key of a request that has just arrived; ``request.index`` is set."""
+        """Return the key of a request that has just arrived; ``request.index`` is set, and its forks are there.
+
+        The forks have the same key, but for their own place in the order of arrival. Nothing changes by it.
+        """
+
+    def arrived(self, request: Request) -> None:
+        """``request`` has its key, and will wait, with those that will fork from it."""
+
+    def admitted(self, request: Request) -> None:
+        """``request`` was let in, for the first time or again, with those that will fork from it."""
+
+    def left(self, request: Request) -> None:
+        """``request`` has no blocks any more, nor a place, if it had one."""
+
+    def ended(self, request: Request) -> None:
+        """``request`` has ended, and has left."""
 
     def level(self, request: Request) -> int:
         """Return how urgent a request is, whenever it came: the smaller, the more."""
@@ -58,10 +86,29 @@ class SchedulingPolicy(Protocol):
         """
 
 
-class FirstComeFirstServed:
+class _FixedOrder:
+    """What a policy does that looks at nothing but what a request brings: it notes nothing of what becomes of it."""
+
+    shares = None
+
+    def arrived(self, request: Request) -> None:
+        """See :class:`SchedulingPolicy`."""
+
+    def admitted(self, request: Request) -> None:
+        """See :class:`SchedulingPolicy`."""
+
+    def left(self, request: Request) -> None:
+        """See :class:`SchedulingPolicy`."""
+
+    def ended(self, request: Request) -> None:
+        """See :class:`SchedulingPolicy`."""
+
+
+class FirstComeFirstServed(_FixedOrder):
     """In order of arrival, whatever their priority."""
 
     name = "fcfs"
+    heeds_priority = False
 
     def key(self, request: Request) -> OrderKey:
         """See :class:`SchedulingPolicy`."""
@@ -76,7 +123,7 @@ class FirstComeFirstServed:
         return waiting[0]
 
 
-class PriorityWithAging:
+class PriorityWithAging(_FixedOrder):
     """The smallest ``priority`` first, as in vLLM, but waiting makes a request more urgent, so that none starves.
 
     A request that has waited ``aging_s`` counts as one level more urgent. Its urgency at time t is
@@ -88,6 +135,7 @@ class PriorityWithAging:
     """
 
     name = "priority"
+    heeds_priority = True
 
     def __init__(self, aging_s: float) -> None:
         self._aging_s = aging_s
@@ -105,7 +153,7 @@ class PriorityWithAging:
         return waiting[0]
 
 
-class LongestPrefixMatch:
+class LongestPrefixMatch(_FixedOrder):
     """Who has most of its prompt in the cache goes first (SGLang's ``lpm``): so that is used while it is there.
 
     Only the first ``MAX_RANKED`` of the queue are looked at. Who waits in its head for ``aging_s`` goes next, whatever
@@ -118,6 +166,7 @@ class LongestPrefixMatch:
     """
 
     name = "lpm"
+    heeds_priority = False
 
     def __init__(self, aging_s: float) -> None:
         self._aging_s = aging_s
@@ -149,5 +198,6 @@ SCHEDULING_POLICIES: dict[str, Callable[[float], SchedulingPolicy]] = {
     "fcfs": lambda _aging_s: FirstComeFirstServed(),
     "priority": PriorityWithAging,
     "lpm": LongestPrefixMatch,
+    "fair": lambda _aging_s: FairShares(),
 }
 """Every scheduling policy by its name in ``--scheduling-policy``; called with ``priority_aging_s``."""

@@ -10,8 +10,9 @@ these are short, memory is given for a request that
 - *waits* by pins, if that is enough;
 - *waits to stream* by those that stream, and then by pins, if that is enough.
 
-So who runs gets on, whatever that costs; for who waits nobody is preempted, and no pin goes in vain. Who was preempted
-waits until there is room for a while (``reservation.py``). Those that stream
+So who runs gets on, whatever that costs; for who waits nobody is preempted, unless tenants have shares
+(``making_way.py``), and no pin goes in vain. Who was preempted waits until there is room for a while
+(``reservation.py``). Those that stream
 give to one that will, since each of them needs room for a step only. To one that is to be held whole they give nothing
 before it runs: it is let in if all its tokens fit beside what they have and will take, which is a share of the device.
 Room in the arena helps none but who streams: it is where blocks are cold.
@@ -21,7 +22,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pagefold.events import Emit, RequestPreempted
+from pagefold.events import Emit, PreemptionCause, RequestPreempted
 
 if TYPE_CHECKING:
     from pagefold.events import WaitCause
@@ -93,7 +94,7 @@ class Relief:
                 return False
             victim = self._victims.choose(request, len(step.requests))
             self._queues.take_out(victim)
-            self._preempt(victim, request)
+            self.preempt(victim, request, "memory")
             if victim is request.leader:
                 return False
         self._rule.note(request, step.plan.step_id)
@@ -164,14 +165,41 @@ class Relief:
             return False
         return self._core.blocks.make_free(needed, asked_by=request.request_id)
 
-    def _preempt(self, victim: Request, beneficiary: Request) -> None:
-        """Take a running request's blocks; what is published stays cached and spares work if it is still there."""
+    def num_missing(self, request: Request, step_id: int) -> int:
+        """Return about how many blocks ``request``, which waits, lacks to be let in; 0 or less where it lacks none.
+
+        Pins count as given up. It changes nothing; :meth:`room_for_all` knows it to the block. Of the growth of those
+        that run it is known only whether it leaves room: where it does not, a block is missing, whose does not matter.
+        """
+        num_steps = self._reservation.num_steps(request)
+        if num_steps is None:
+            return self._core.pool.num_blocks
+        hit = self._core.match(request.namespace, request.packed(), request.max_hit_tokens, mask=request.mask)
+        blocks = self._core.rules.of(hit.mask).blocks_of(hit)
+        running = self._queues.with_blocks
+        needed = self._needed_at_once(request, hit, None, num_steps) - self._num_kept_beside(blocks)
+        growing = [one for one in running if one.cache is not None and one.num_tokens > one.cache.capacity]
+        needed += sum(self._needs.growth(one) for one in growing)
+        needed += sum(len(one.forks) for one in running) * self._core.num_groups
+        missing = self._num_missing(needed, blocks)
+        return missing if missing > 0 or self._rule.has_room(request, blocks, step_id, None) else 1
+
+    def preempt(self, victim: Request, beneficiary: Request, cause: PreemptionCause) -> None:
+        """Take a running request's blocks; what is published stays cached and spares work if it is still there.
+
+        It stands in no queue.
+        """
         usage = self._core.usage
         num_computed = victim.num_computed_tokens
         self._leaving.wait_again(victim, is_preempted=True)
         self._emit(
             RequestPreempted(
-                victim.request_id, num_computed, usage, self._core.usage, cause_request_id=beneficiary.request_id
+                victim.request_id,
+                num_computed,
+                usage,
+                self._core.usage,
+                cause_request_id=beneficiary.request_id,
+                cause=cause,
             )
         )
 

@@ -62,6 +62,8 @@ class RowPlanner:
         which of them count. Of prompts no more is computed than the guardrails allow, but for one token of each that
         runs already.
 
+        Where tokens are reserved for the head of the queue, prompts of those behind it in order leave them.
+
         A step that is planned ahead ends where nobody may be preempted: it has fewer rows than requests run then.
         """
         plan, queues = step.plan, self._queues
@@ -72,6 +74,7 @@ class RowPlanner:
         add_row, add_sampling, add_sample = plan.sampling_rows.append, plan.sampling.append, step.samples.append
         add_seed, add_draw = plan.seeds.append, plan.draws.append
         budget = self._max_num_batched_tokens
+        num_reserved, reserved_for = step.num_reserved, step.reserved_for
         prompt_budget = step.prefill_cap_tokens = self._guardrails.pacing.prefill_cap_tokens
         row = 0
         while True:
@@ -82,6 +85,7 @@ class RowPlanner:
                 if step.waits_for is not None:
                     return
                 step.num_admitted += 1
+                num_reserved = 0
             request = running[row]
             token_ids = request.token_ids
             start = request.num_computed_tokens
@@ -97,6 +101,8 @@ class RowPlanner:
                 num_tokens = min(num_tokens, self._most_of_one)
                 if num_tokens > prompt_budget:
                     num_tokens = max(1, prompt_budget)
+                if num_reserved and request.order > reserved_for:
+                    num_tokens = max(1, min(num_tokens, budget - num_reserved - (len(running) - row - 1)))
                 num_tokens = self._core.lodgers.limit(cache, start, num_tokens, len(token_ids))
             end = start + num_tokens
             needs_blocks = end > cache.capacity or cache.may_share_tail

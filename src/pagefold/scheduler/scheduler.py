@@ -48,6 +48,7 @@ from pagefold.scheduler.flight import Flight
 from pagefold.scheduler.guardrails import NO_CAP, NO_GUARDRAILS, Guardrails, Refusal
 from pagefold.scheduler.leaving import Leaving
 from pagefold.scheduler.look_ahead import LookAhead
+from pagefold.scheduler.making_way import NO_MAKING_WAY, MakingWay
 from pagefold.scheduler.needs import Needs
 from pagefold.scheduler.policy import FirstComeFirstServed
 from pagefold.scheduler.queue_ahead import QueueAhead
@@ -71,6 +72,7 @@ if TYPE_CHECKING:
     from pagefold.kv import KVCore
     from pagefold.request import EndedSession, SessionRef
     from pagefold.scheduler.limits import SchedulerLimits
+    from pagefold.scheduler.making_way import AnyMakingWay
     from pagefold.scheduler.policy import SchedulingPolicy
 
 __all__ = ["Scheduler"]
@@ -126,12 +128,15 @@ class Scheduler:
         self.rule = rule = ADMISSION_RULES[admission](core, needs, emit)
         streamer = Streamer(core, needs)
         self.sessions = Sessions(core, emit, max_sessions_per_tenant)
-        self._leaving = Leaving(core, queues, streamer, rule, self.sessions, emit)
+        self._leaving = Leaving(core, queues, streamer, rule, self.sessions, self.policy, emit)
         victims, reservation = Victims(core, queues, self.policy), Reservation(queues, core.block_size)
         relief = Relief(core, queues, needs, streamer, self._leaving, victims, reservation, rule, emit)
         admits = Admission(core, queues, streamer, relief, self.sessions, rule, self.policy, limits, emit)
+        self._making_way: AnyMakingWay = NO_MAKING_WAY
+        if self.policy.shares is not None:
+            self._making_way = MakingWay(core, queues, self.policy.shares, relief, limits.max_num_seqs)
         self._rows = RowPlanner(core, queues, relief, admits, limits, guardrails)
-        self._look_ahead = LookAhead(core, queues, self._rows)
+        self._look_ahead = LookAhead(core, queues, self._rows, self._making_way)
         self._queue_ahead = QueueAhead(queues, core, limits.max_num_seqs)
         self._beams = Beams(core, queues, self._leaving, rule)
         self._failed_steps = FailedSteps(core, queues, self._leaving, self.suspicion, emit)
@@ -179,8 +184,11 @@ class Scheduler:
             sample.times.num_ahead = num_ahead
             sample.index = self._num_arrived
             self._num_arrived += 1
-            sample.order = self.policy.key(sample)
+        tag = self.policy.key(request)[0]
+        for sample in (request, *request.forks):
+            sample.order = (tag, sample.index)
             self.rule.arrived(sample)
+        self.policy.arrived(request)
         self._queues.enter(request)
         self._queues.wait(request)
         self.sessions.arrived(request)
@@ -398,6 +406,8 @@ class Scheduler:
                 self._rows.plan(step)
                 queues.unchoose(others)
         if not step.requests:
+            if not self.suspicion.is_on:
+                self._making_way.make(step)
             self._rows.plan(step)
 
     def _planned(self, step: StepInFlight) -> StepPlan:

@@ -50,6 +50,8 @@ class StepInFlight:
         num_prefill_tokens, num_recomputed_tokens: of prompts, and of what had been computed before.
         num_prefill_rows: rows that compute those.
         prefill_cap_tokens: how many of them it was allowed to compute.
+        num_reserved: tokens that are left for the head of the queue by those that run and are behind it in order.
+        reserved_for: its order.
         waits_for: what those wait for whom it has not let in; None where nobody does.
     """
 
@@ -65,11 +67,13 @@ class StepInFlight:
         "num_prefill_rows",
         "num_prefill_tokens",
         "num_recomputed_tokens",
+        "num_reserved",
         "partial",
         "plan",
         "prefill_cap_tokens",
         "promises",
         "requests",
+        "reserved_for",
         "samples",
         "waits_for",
     )
@@ -92,6 +96,8 @@ class StepInFlight:
         self.num_prefill_rows = 0
         self.prefill_cap_tokens = NO_CAP
         self.num_recomputed_tokens = 0
+        self.num_reserved = 0
+        self.reserved_for = (0.0, -1)
         self.waits_for: WaitCause | None = None
 
     @property

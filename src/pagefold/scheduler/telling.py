@@ -34,6 +34,8 @@ def tell_added(emit: Emit, request: Request) -> None:
             message_ends=request.message_ends,
             has_stop_strings=bool(request.sampling.stop),
             has_beams=request.beams is not None,
+            tenant=request.tenant,
+            weight=request.weight,
             session=request.session,
         )
     )

@@ -19,6 +19,7 @@ from pagefold.errors import (
     PagefoldError,
     PinQuotaError,
     QueueFullError,
+    RateLimitError,
     RequestTimeoutError,
     StepFailedError,
     TierError,
@@ -122,6 +123,7 @@ _FORMS: dict[type[Exception], _Form] = {
     PinQuotaError: _Form(409, "invalid_request_error", "pin_quota_exceeded"),
     LoadShedError: _Form(429, "rate_limit_error", "ttft_target"),
     QueueFullError: _Form(429, "rate_limit_error", "queue_full"),
+    RateLimitError: _Form(429, "rate_limit_error", "rate_limit_exceeded"),
     RequestTimeoutError: _Form(504, "timeout_error", "request_timeout"),
     TierError: _Form(502, "service_unavailable_error", "tier_failed"),
     StepFailedError: _Form(500, "server_error", "step_failed"),
@@ -235,7 +237,7 @@ async def _on_error(request: Request, error: Exception) -> JSONResponse:
     if isinstance(error, LoadShedError):  # for the log
         told = {"refused_for": error.reason, "expected_ttft_s": error.expected_s, "most_ttft_s": error.threshold_s}
         request.scope.setdefault("state", {})["refusal"] = told
-    headers = {"Retry-After": str(error.retry_after_s)} if isinstance(error, QueueFullError) else None
+    headers = {"Retry-After": str(error.retry_after_s)} if isinstance(error, QueueFullError | RateLimitError) else None
     return JSONResponse(error_body(error), _form(error).status, headers)
 
 

@@ -10,6 +10,9 @@ It is TOML::
     key = "sk-3fd9..."
     tenant = "acme"
     class = "gold"         # optional; one of [classes]
+    weight = 2             # optional; the tenant's share beside others' weights, where the server shares by them
+    tokens_per_s = 500     # optional; what the tenant may use, prompts and outputs together
+    burst_tokens = 20000   # optional; and at once, behind a pause
 
 Several keys may belong to one tenant. Nothing here ever shows a key, nor a line of the file, which may hold one.
 """
@@ -24,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from pagefold.config import MAX_PRIORITY, Account, is_key
 from pagefold.errors import ConfigError
+from pagefold.request import MAX_WEIGHT, MIN_WEIGHT
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,7 +37,15 @@ __all__ = ["read_key_file"]
 _ENTRY = re.compile(r"\s*\[\[\s*[\"']?keys[\"']?\s*\]\]")
 _AT_LINE = re.compile(r"at line (\d+)")
 _TABLES = ("classes", "keys")
-_FIELDS = ("key", "tenant", "class", "kv_keep")
+_OF_TENANT = ("kv_keep", "weight", "tokens_per_s", "burst_tokens")
+_FIELDS = ("key", "tenant", "class", *_OF_TENANT)
+_MOST_TOKENS = 1e12
+_RANGES = {
+    "weight": (MIN_WEIGHT, MAX_WEIGHT, "such as 1, or 2 for twice as much as those with 1"),
+    "tokens_per_s": (1e-3, _MOST_TOKENS, "or leave it out for any number"),
+    "burst_tokens": (1.0, _MOST_TOKENS, "or leave it out for what comes in a minute"),
+}
+"""What numbers may be, and what to write, by field."""
 
 
 def read_key_file(path: str, warn: Callable[[str], None]) -> tuple[Account, ...]:
@@ -72,7 +84,7 @@ def _accounts(path: str, text: str) -> tuple[Account, ...]:
     classes = _classes(path, tables.get("classes", {}), lines)
     starts = [number for number, line in enumerate(lines, 1) if _ENTRY.match(line)]
     line_of: dict[str, int] = {}
-    kept: dict[str, float | None] = {}
+    terms: dict[str, tuple[float | None, ...]] = {}
     accounts: list[Account] = []
     for index, entry in enumerate(tables["keys"]):
         line = starts[index] if len(starts) == len(tables["keys"]) else index + 1
@@ -80,8 +92,7 @@ def _accounts(path: str, text: str) -> tuple[Account, ...]:
         if account.key in line_of:
             raise _bad(path, line, f"repeats the key of line {line_of[account.key]}")
         line_of[account.key] = line
-        if kept.setdefault(account.tenant, account.kv_keep) != account.kv_keep:
-            raise _bad(path, line, "gives a tenant another kv_keep than an entry before")
+        _check_terms(path, line, account, terms)
         accounts.append(account)
     if not accounts:
         raise _bad(path, 1, "holds no keys")
@@ -111,13 +122,41 @@ def _account(path: str, line: int, entry: object, classes: dict[str, int]) -> Ac
     keep = entry.get("kv_keep")
     if keep is not None and (type(keep) not in (int, float) or not 0 < keep <= 1):
         raise _bad(path, line, "begins an entry whose kv_keep is not a share above 0, or 1 for all")
+    weight, tokens_per_s, burst_tokens = (_number(path, line, tenant, entry, name) for name in _RANGES)
+    if burst_tokens is not None and tokens_per_s is None:
+        raise _bad(path, line, f"gives tenant {tenant} burst_tokens {burst_tokens:g}, and no tokens_per_s beside it")
     return Account(
         key=key,
         tenant=tenant,
         customer_class=customer_class,
         priority=classes.get(customer_class, 0),
         kv_keep=None if keep is None else float(keep),
+        weight=weight,
+        tokens_per_s=tokens_per_s,
+        burst_tokens=burst_tokens,
     )
+
+
+def _number(path: str, line: int, tenant: str, entry: dict[str, Any], name: str) -> float | None:
+    """Return a number of an entry, if it is there."""
+    value = entry.get(name)
+    if value is None:
+        return None
+    least, most, hint = _RANGES[name]
+    if type(value) not in (int, float):
+        raise _bad(path, line, f"gives tenant {tenant} a {name} that is no number; write one, {hint}")
+    if not least <= value <= most:  # nor is NaN
+        raise _bad(path, line, f"gives tenant {tenant} {name} {value:g}; write {least:g} to {most:g}, {hint}")
+    return float(value)
+
+
+def _check_terms(path: str, line: int, account: Account, terms: dict[str, tuple[float | None, ...]]) -> None:
+    """Refuse an entry that gives a tenant other terms than one before."""
+    own = tuple(getattr(account, name) for name in _OF_TENANT)
+    before = terms.setdefault(account.tenant, own)
+    for name, value, other in zip(_OF_TENANT, own, before, strict=True):
+        if value != other:
+            raise _bad(path, line, f"gives a tenant another {name} than an entry before")
 
 
 def _bad(path: str, line: int, what: str) -> ConfigError:

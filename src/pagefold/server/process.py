@@ -7,6 +7,7 @@ import contextlib
 import logging
 import signal
 import threading
+import time
 from typing import TYPE_CHECKING, NamedTuple
 
 import uvicorn
@@ -23,6 +24,7 @@ from pagefold.server.app import create_app
 from pagefold.server.connection import http_settings
 from pagefold.server.late_engine import LateEngine
 from pagefold.server.listener import AcceptFailures, raise_open_files
+from pagefold.server.rates import rates_of
 from pagefold.server.served import Served
 from pagefold.server.warming import Warmer, tenants_of
 
@@ -172,7 +174,8 @@ class ServerProcess:
             self._server.should_exit = True
             return
         max_requests = engine.scheduler.limits.max_num_seqs + self._config.max_queued_requests
-        self._engine = EngineThread(engine, max_requests=max_requests)
+        rates = rates_of(self._config.accounts, time.monotonic)
+        self._engine = EngineThread(engine, max_requests=max_requests, rates=rates)
         self._engine.start()
         self._run_task(self._open(self._engine))
 

@@ -203,6 +203,7 @@ class CachedRequest(RequestBody):
         asks = self.kv_keep is not None or self.kv_quality is not None
         return Caller(
             tenant=account.tenant,
+            weight=1.0 if account.weight is None else account.weight,
             cache_salt=self.cache_salt or "",
             priority=priority,
             returns_in_s=self.returns_in_s,

@@ -283,6 +283,8 @@ class _Replayer:
                 sampling,
                 stop=StopRule(_ENDS, add.most_tokens),
                 namespace=str(add.namespace).encode(),
+                tenant=str(add.tenant),
+                weight=add.weight,
                 seed=number,
                 arrival_s=add.arrival_s,
                 deadline_s=add.deadline_s,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from pagefold.errors import TraceError
 from pagefold.kv.keep import KEEP_ALL, KeepRule
 from pagefold.kv.policies import POLICIES
-from pagefold.request import SessionRef
+from pagefold.request import MAX_WEIGHT, MIN_WEIGHT, SessionRef
 from pagefold.scheduler import ADMISSION_RULES, SCHEDULING_POLICIES
 from pagefold.scheduler.guardrails import NO_CAP
 from pagefold.sim.size_limits import MAX_BLOCKS, MAX_TOKENS
@@ -202,6 +202,8 @@ class _Reader:
             message_ends=line.wholes("message_ends", 1, num_prompt_tokens),
             has_stop_strings="stops" in line and line.flag("stops"),
             has_beams="beams" in line and line.flag("beams"),
+            tenant=line.whole("tenant", 0, len(self._adds)) if "tenant" in line else 0,
+            weight=line.number("weight", MIN_WEIGHT, MAX_WEIGHT) if "weight" in line else 1.0,
         )
         prompt = _hashes(line)
         if len(prompt) != num_prompt_tokens:

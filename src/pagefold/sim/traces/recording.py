@@ -77,6 +77,8 @@ class RecordedAdd:
         message_ends: positions behind the messages of its prompt; empty where nothing is known of messages.
         has_stop_strings: whether a text may end it.
         has_beams: whether its samples are beams of a search; what becomes of them step by step is not recorded.
+        tenant: whose it is: a number.
+        weight: of the tenant.
     """
 
     number: int
@@ -94,6 +96,8 @@ class RecordedAdd:
     message_ends: tuple[int, ...] = ()
     has_stop_strings: bool = False
     has_beams: bool = False
+    tenant: int = 0
+    weight: float = 1.0
 
 
 class RecordedCut(NamedTuple):

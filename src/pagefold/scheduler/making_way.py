@@ -1,0 +1,255 @@
+"""MakingWay: who gives a place, or memory, for a tenant that has less than its share.
+
+Start tags say who goes first, and that is enough where requests are short. Where a burst holds all places or blocks,
+who comes next would wait until it has been served. So the head of the queue is let in at the cost of the tenant that
+has most beside its weight, as long as that one has no less than the head's tenant then (max-min fairness):
+
+- The last of that tenant's requests, in order, goes. It waits behind the head, and if its tag is less that becomes the
+  head's; it comes back when its turn has come and there is room.
+- What a tenant has, by its weight, becomes more equal each time. So nobody takes back what he gave, unless others came
+  or left; and each request makes way twice at most, and is then spared.
+- Nobody goes in vain: all that the head lacks must be found.
+
+A step has one more thing to share, its tokens. Running requests have theirs first, and a few long prompts would take
+all of them. So who is behind the head of the queue in order leaves it what it needs, if it can be let in at all.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pagefold.kv import KVCore
+    from pagefold.request import Request
+    from pagefold.scheduler.fair_shares import FairShares, TenantShare
+    from pagefold.scheduler.queues import Queues
+    from pagefold.scheduler.relief import Relief
+    from pagefold.scheduler.step_in_flight import StepInFlight
+
+__all__ = ["MOST_WAYS_MADE", "NO_MAKING_WAY", "AnyMakingWay", "MakingWay"]
+
+MOST_WAYS_MADE = 2
+"""So often one request is preempted for others' shares."""
+
+
+class AnyMakingWay(Protocol):
+    """Who makes way in a step that is about to be planned."""
+
+    def make(self, step: StepInFlight) -> None:
+        """Preempt those who make way for the head of the queue, and have tokens of ``step`` left for it."""
+
+    def reserve(self, step: StepInFlight) -> None:
+        """Have tokens of ``step`` left for the head of the queue, if it can be let in as all is."""
+
+    def is_due(self) -> bool:
+        """Whether somebody is to make way: not while a step is in flight."""
+
+
+class _NoMakingWay:
+    """Nobody has a share."""
+
+    def make(self, step: StepInFlight) -> None:
+        """See :class:`AnyMakingWay`."""
+
+    def reserve(self, step: StepInFlight) -> None:
+        """See :class:`AnyMakingWay`."""
+
+    def is_due(self) -> bool:
+        """See :class:`AnyMakingWay`."""
+        return False
+
+
+NO_MAKING_WAY = _NoMakingWay()
+
+
+class MakingWay:
+    """Finds who makes way, once a step at most, and not again before anything was let in or has left.
+
+    Args:
+        core: the KV core.
+        queues: who waits, and who runs.
+        shares: what tenants have.
+        relief: knows what is missing, and preempts.
+        max_num_seqs: sequences running at once.
+
+    Attributes:
+        num_looked_at: how many running requests it has looked at so far, one by one.
+    """
+
+    def __init__(self, core: KVCore, queues: Queues, shares: FairShares, relief: Relief, max_num_seqs: int) -> None:
+        self._core = core
+        self._queues = queues
+        self._shares = shares
+        self._relief = relief
+        self._max_num_seqs = max_num_seqs
+        self._no_way: tuple[Request, int] | None = None  # nobody could go for this head, as things were then
+        self._no_room: tuple[Request, int] | None = None  # likewise, there was no memory for it
+        self._step_id = 0  # of the last step that it was asked about
+        self.num_looked_at = 0
+
+    def make(self, step: StepInFlight) -> None:
+        """See :class:`AnyMakingWay`."""
+        self._step_id = step.plan.step_id
+        victims = self._victims()
+        if victims:
+            head = self._queues.waiting[0]
+            for victim in victims:
+                self._shares.made_way(victim, head)
+                self._queues.take_out(victim)
+                self._relief.preempt(victim, head, "share")
+        self.reserve(step)
+
+    def reserve(self, step: StepInFlight) -> None:
+        """See :class:`AnyMakingWay`."""
+        waiting, running = self._queues.waiting, self._queues.running
+        if not waiting or not running or waiting[0].order > running[-1].order:
+            return
+        head = waiting[0]
+        if head.num_seqs > self._max_num_seqs - self._shares.num_seats or self._lacks_memory(head):
+            return
+        step.num_reserved = head.num_tokens - self._num_found(head)
+        step.reserved_for = head.order
+
+    def is_due(self) -> bool:
+        """See :class:`AnyMakingWay`."""
+        return bool(self._victims())
+
+    def _victims(self) -> list[Request]:
+        """Return who makes way for the head of the queue; nobody where all that it lacks cannot be found so."""
+        waiting = self._queues.waiting
+        if not waiting or not self._queues.running:
+            return []
+        head, now = waiting[0], self._shares.num_changes
+        if self._no_way == (head, now):
+            return []
+        victims = self._find(head)
+        if not victims:
+            self._no_way = head, now
+        return victims
+
+    def _find(self, head: Request) -> list[Request]:
+        shares = self._shares
+        num_seats = head.num_seqs - (self._max_num_seqs - shares.num_seats)
+        victims: list[Request] = []
+        if num_seats > 0 and not self._take(head, victims, num_seats, _SEATS, _num_seats):
+            return []
+        num_blocks = self._relief.num_missing(head, self._step_id) - sum(self._num_freed(victim) for victim in victims)
+        if num_blocks > 0 and not self._take(head, victims, num_blocks, _MEMORY, self._num_freed):
+            return []
+        return victims
+
+    def _take(
+        self, head: Request, victims: list[Request], missing: int, kind: _Kind, num_freed: Callable[[Request], int]
+    ) -> bool:
+        """Add to ``victims`` until they free what is missing; False if they cannot."""
+        shares = self._shares
+        own = shares.tenants[head.tenant]
+        asks = sum(kind.of(shares, sample) for sample in (head, *head.forks))
+        will_have = (kind.had(own) + asks) / own.weight
+        left = {name: kind.had(tenant) for name, tenant in shares.tenants.items() if tenant.num_seats}
+        left.pop(head.tenant, None)
+        for gone in victims:
+            left[gone.tenant] -= self._gives(gone, kind)
+        while missing > 0:
+            most = max(left, key=lambda name: left[name] / shares.tenants[name].weight, default=None)
+            if most is None or left[most] / shares.tenants[most].weight <= will_have:
+                return False
+            victim = self._last_of(most, victims)
+            if victim is None:
+                del left[most]
+                continue
+            gives = self._gives(victim, kind)
+            if (left[most] - gives) / shares.tenants[most].weight < will_have:
+                return False
+            left[most] -= gives
+            victims.append(victim)
+            missing -= num_freed(victim)
+        return True
+
+    def _last_of(self, tenant: str, victims: list[Request]) -> Request | None:
+        """Return the last of a tenant's running requests that may go yet; the first of all in order never does."""
+        running = self._queues.running
+        first = running[0].leader
+        for request in reversed(running):
+            self.num_looked_at += 1
+            if request.tenant != tenant:
+                continue
+            leader = request.leader
+            if leader is not first and leader not in victims and self._shares.num_made_way(leader) < MOST_WAYS_MADE:
+                return leader
+        return None
+
+    def _gives(self, victim: Request, kind: _Kind) -> float:
+        return sum(kind.of(self._shares, seat) for seat in _seats(victim))
+
+    def _num_freed(self, victim: Request) -> int:
+        """Return how many blocks nobody else has, of those that ``victim`` has."""
+        blocks = self._core.pool.blocks
+        caches = [seat.cache for seat in _seats(victim) if seat.cache is not None]
+        ids = (block_id for cache in caches for table in cache.tables for block_id in table.all_ids())
+        return sum(blocks[block_id].num_table_refs == 1 and not blocks[block_id].num_pin_refs for block_id in ids)
+
+    def _lacks_memory(self, head: Request) -> bool:
+        """Whether there is no memory for the head of the queue, as far as that is known at little cost."""
+        now = self._shares.num_changes
+        if self._no_room != (head, now):
+            if self._relief.num_missing(head, self._step_id) <= 0:
+                return False
+            self._no_room = head, now
+        return True
+
+    def _num_found(self, head: Request) -> int:
+        hit = self._core.match(head.namespace, head.packed(), head.max_hit_tokens, mask=head.mask)
+        return hit.num_blocks * self._core.block_size + hit.num_partial_tokens
+
+
+class _Kind(Protocol):
+    """Something that tenants have shares of."""
+
+    def had(self, tenant: TenantShare, /) -> float:
+        """Return how much of it a tenant has."""
+
+    def of(self, shares: FairShares, request: Request, /) -> float:
+        """Return how much of it one sequence takes."""
+
+
+class _Seats:
+    """Places."""
+
+    @staticmethod
+    def had(tenant: TenantShare, /) -> float:
+        """See :class:`_Kind`."""
+        return tenant.num_seats
+
+    @staticmethod
+    def of(_shares: FairShares, _request: Request, /) -> float:
+        """See :class:`_Kind`."""
+        return 1.0
+
+
+class _Memory:
+    """Memory, in tokens as they are expected."""
+
+    @staticmethod
+    def had(tenant: TenantShare, /) -> float:
+        """See :class:`_Kind`."""
+        return tenant.num_tokens
+
+    @staticmethod
+    def of(shares: FairShares, request: Request, /) -> float:
+        """See :class:`_Kind`."""
+        return shares.held(request)
+
+
+_SEATS, _MEMORY = _Seats(), _Memory()
+
+
+def _num_seats(request: Request) -> int:
+    return len(_seats(request))
+
+
+def _seats(request: Request) -> list[Request]:
+    """Return the sequences that go with ``request``: itself, those that will fork from it, and other beams."""
+    return request.beams.seats if request.beams is not None else [request, *request.forks]

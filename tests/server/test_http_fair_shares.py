@@ -1,0 +1,134 @@
+"""Tenants with weights and token rates over HTTP: who goes first, who is refused, a recording of it replayed."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+from typing import TYPE_CHECKING
+
+import pytest
+from local_server import LocalServer, error_of, post_head, until
+
+from pagefold.config import Account
+from pagefold.sim.replay_recording import replay_recording
+from pagefold.sim.traces.read_recording import read_recording
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+ACCOUNTS = (
+    Account(key="sk-burst", tenant="burst"),
+    Account(key="sk-quiet", tenant="quiet", weight=3.0),
+    Account(key="sk-slow", tenant="slow", tokens_per_s=0.01, burst_tokens=40.0),
+)
+BLOCK_BYTES = 2**13
+
+
+def key_of(tenant: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer sk-{tenant}"}
+
+
+def body(num_tokens: int = 8, **fields: object) -> dict[str, object]:
+    return {"prompt": [5] * num_tokens, "max_tokens": 4, "temperature": 0, "ignore_eos": True, **fields}
+
+
+def fair_server(model: Path, record_trace: Path | None = None) -> LocalServer:
+    return LocalServer(
+        model,
+        record_trace=record_trace,
+        kv_cache_memory_bytes=40 * BLOCK_BYTES,
+        max_model_len=256,
+        max_num_seqs=2,
+        max_num_batched_tokens=16,
+        scheduling_policy="fair",
+        door={"accounts": ACCOUNTS, "open_metrics": True},
+    )
+
+
+@pytest.fixture
+def server(tiny_chat_model: Path) -> Iterator[LocalServer]:
+    server = fair_server(tiny_chat_model)
+    yield server
+    server.close()
+
+
+def test_a_quiet_tenant_does_not_wait_for_a_burst(server):
+    server.runner.close_gate()
+    ended: list[str] = []
+
+    def ask(tenant: str, index: int) -> None:
+        sent = body(seed=index, max_tokens=12, cache_salt=f"{tenant} {index}")
+        response = server.http.post("/v1/completions", json=sent, headers=key_of(tenant))
+        assert response.status_code == 200, response.text
+        ended.append(tenant)
+
+    threads = [threading.Thread(target=ask, args=("burst", index)) for index in range(6)]
+    for thread in threads:
+        thread.start()
+    until(lambda: server.client._queue.num_requests == 6, "the burst to come")
+    server.runner.allow(3)
+    threads.append(threading.Thread(target=ask, args=("quiet", 0)))
+    threads[-1].start()
+    until(lambda: server.client._queue.num_requests == 7, "the quiet one to come")
+    server.runner.allow()
+    for thread in threads:
+        thread.join()
+    assert "quiet" in ended[:3], "two of the burst run, and one of them makes way"
+    assert server.engine.scheduler.policy.shares.tenants["quiet"].weight == 3.0
+
+
+def test_who_has_used_up_his_tokens_is_told_when_to_come_again(server):
+    def ask(num_tokens: int, tenant: str = "slow"):
+        return server.http.post("/v1/completions", json=body(num_tokens), headers=key_of(tenant))
+
+    assert ask(30).status_code == 200
+    until(server.is_idle, "it to end")  # 34 are charged
+    response = ask(10)
+    error = error_of(response, 429)
+    assert error["code"] == "rate_limit_exceeded"
+    assert error["type"] == "rate_limit_error"
+    for said in ("10 tokens", "6 are left", "0.01 a second", "at most 40 at once"):
+        assert said in error["message"]
+    assert 300 < int(response.headers["Retry-After"]) <= 401
+    assert ask(5).status_code == 200, "that much is left"
+    assert ask(30, "quiet").status_code == 200, "others are not held back"
+
+
+def test_priorities_count_for_nothing_and_are_refused(server):
+    response = server.http.post("/v1/completions", json=body(priority=-1), headers=key_of("quiet"))
+    assert "fair looks at none" in error_of(response, 400)["message"]
+
+
+def test_a_recording_of_tenants_is_replayed_to_the_block(tiny_chat_model, tmp_path):
+    server = fair_server(tiny_chat_model, tmp_path / "trace.jsonl")
+
+    def ask(tenant: str, seed: int) -> None:
+        rng = random.Random(seed)
+        for _ in range(8):
+            sent = body(rng.choice((5, 20, 60)), max_tokens=rng.randrange(2, 40), seed=seed, temperature=1)
+            sent["n"] = rng.choice((1, 1, 2))
+            sent["prompt"] = [rng.randrange(3, 9) for _ in sent["prompt"]]
+            if rng.random() < 0.2:
+                content = json.dumps({**sent, "stream": True, "n": 1}).encode()
+                head = post_head("/v1/completions", len(content), f"Authorization: Bearer sk-{tenant}")
+                server.raw(head + content).close()
+            else:
+                server.http.post("/v1/completions", json=sent, headers=key_of(tenant)).raise_for_status()
+
+    threads = [
+        threading.Thread(target=ask, args=(tenant, seed))
+        for tenant, seed in (("burst", 1), ("burst", 2), ("burst", 3), ("quiet", 4))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    until(server.is_idle, "all to end")
+    server.close()
+    recording = read_recording(tmp_path / "trace.jsonl")
+    assert recording.settings.scheduling_policy == "fair"
+    report = replay_recording(recording)
+    assert report.first_difference == ""
+    assert report.num_requests >= 20
