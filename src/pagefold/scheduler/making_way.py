@@ -186,10 +186,9 @@ class MakingWay:
 
     def _num_freed(self, victim: Request) -> int:
         """Return how many blocks nobody else has, of those that ``victim`` has."""
-        blocks = self._core.pool.blocks
-        caches = [seat.cache for seat in _seats(victim) if seat.cache is not None]
-        ids = (block_id for cache in caches for table in cache.tables for block_id in table.all_ids())
-        return sum(blocks[block_id].num_table_refs == 1 and not blocks[block_id].num_pin_refs for block_id in ids)
+        seats = _seats(victim)
+        caches = [seat.cache for seat in seats if seat.cache is not None]
+        return self._core.losses.of(caches, [seat.num_computed_tokens for seat in seats]).num_blocks
 
     def _lacks_memory(self, head: Request) -> bool:
         """Whether there is no memory for the head of the queue, as far as that is known at little cost."""
