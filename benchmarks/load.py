@@ -11,8 +11,9 @@ A request is good if its first token comes within ``--ttft`` seconds, 99 of 100 
 served and admitted when their prompts fit (``prompt``): found by halving, with Poisson's arrivals.
 
     goodput   good requests at 1.2 x saturation, by how requests are admitted: with all that they may sample reserved
-              (``max_tokens``), when their prompts fit (``prompt``), by predicted outputs (``predicted``); also how many
-              were preempted, how many predictions held, and, over HTTP, vLLM's CPU build with the same bytes of KV
+              (``max_tokens``), when their prompts fit (``prompt``), by predicted outputs (``predicted``); the last two
+              with the targets as guardrails too; also how many were preempted, how many predictions held, and, over
+              HTTP, vLLM's CPU build with the same bytes of KV
     overload  good requests at 3 x saturation for 10 minutes over those at saturation; unanswered requests, leaked
               blocks
     itl       gaps between tokens while prompts of 4,000 tokens come, how much later these begin than alone, and
@@ -153,11 +154,13 @@ def saturation(bench: Bench) -> float:
 
 def measure_goodput(bench: Bench, rate: float) -> list[Row]:
     """Return rows on good requests at 1.2 x saturation."""
+    guardrails = bench.guardrails()
     settings = [
         RESERVED,
         PROMPT,
+        Setting("prompt and guardrails", guardrails=guardrails),
         PREDICTED,
-        replace(PREDICTED, name=f"{PREDICTED.name}, and guardrails", guardrails=bench.guardrails()),
+        Setting("predicted and guardrails", "predicted", guardrails),
         Setting("vLLM's CPU build, the same bytes of KV", is_peer=True),
     ]
     rows: list[Row] = []

@@ -621,7 +621,7 @@ class PromptFinished:
 
 @dataclass(frozen=True, slots=True)
 class OutputForecastChecked:
-    """A request has ended for which, when it came, an interval was stated that should hold 8 of 10 outputs.
+    """A request has ended for which, when it was next to be let in, an interval was stated that should hold 8 of 10.
 
     Attributes:
         least_tokens, most_tokens: the interval.

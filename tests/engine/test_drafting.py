@@ -10,7 +10,8 @@ from pagefold.engine.drafting import Drafting
 from pagefold.kv import KVCore
 from pagefold.request import Request, StopRule
 from pagefold.sampling import SamplingParams
-from pagefold.scheduler import Scheduler, SchedulerLimits
+from pagefold.scheduler import Guardrails, Scheduler, SchedulerLimits
+from pagefold.scheduler.guardrails import GivenCap
 from pagefold.sim import NullRunner
 from pagefold.speculation import Draft, SpeculativeParams, StepCosts
 from pagefold.steps import TokenLogprobs
@@ -75,6 +76,19 @@ def test_who_decodes_gets_drafts_and_who_is_asked_for_nothing_none():
     assert drafted.output_token_ids == [4, 5, 6, 7, 8, 9]
     assert plain.output_token_ids == [9, 10]
     assert (drafted.num_draft_tokens, drafted.num_accepted_tokens) == (4, 4)
+
+
+def test_nobody_gets_drafts_while_the_guardrails_allow_none():
+    loop = Loop()
+    loop.scheduler.guardrails = Guardrails(pacing := GivenCap())
+    loop.add("drafted", [1, 2, 3])
+    loop.step()
+    assert loop.drafting.drafts_for_any
+    pacing.allows_drafts = False
+    assert not loop.step().drafted
+    assert not loop.drafting.drafts_for_any, "so steps may be planned ahead"
+    pacing.allows_drafts = True
+    assert loop.step().drafted
 
 
 def test_who_takes_time_is_asked_for_as_many_as_pay():

@@ -57,7 +57,7 @@ def has_room(scheduler: Scheduler, request: Request, step_id: int) -> bool:
     core, rule, num_new = scheduler.core, scheduler.rule, scheduler.limits.max_num_batched_tokens
     if not scheduler.running:
         return True
-    forecast = rule._forecasts[request].most_tokens
+    forecast = rule._forecast_of(request).most_tokens
     end = min(request.stop.max_total_tokens, max(request.num_prompt_tokens + forecast, request.num_tokens + 1))
     needed = core.num_blocks_for(end, num_new, is_expected=True, mask=request.mask)
     needed += len(request.forks) * (_own(scheduler, request, end) + core.num_groups)

@@ -97,7 +97,6 @@ def test_sums_by_lots_are_what_the_formula_says(ends, now, to_come, num_seqs):
         rule._put_in(expected, lot)
     request = new_request("next", [1, 2, 3], to_come)
     request.forks = [new_request(f"next/{index}", [1, 2, 3], to_come) for index in range(1, num_seqs)]
-    rule.arrived(request)
     coming = End((4 * now + to_come) // 4, 40)
     slow = most_at_once([End(*end) for end in ends], coming, num_seqs, 1, now)
     assert rule._most_at_once(40, request, 4 * now) == slow

@@ -88,7 +88,8 @@ class Machine:
             residuals=Residuals(setup.max_num_seqs, BLOCK_SIZE) if setup.seals else NO_RESIDUALS,
         )
         limits = SchedulerLimits(setup.max_num_seqs, setup.max_num_batched_tokens)
-        self.scheduler = Scheduler(self.core, limits, emit=self._on_event)
+        admission = ("prompt", "predicted", "max_tokens")[seed % 3]
+        self.scheduler = Scheduler(self.core, limits, admission=admission, emit=self._on_event)
         self.runner = ShadowRunner(self.scheduler)
         self.flights = []
         self.requests = {}

@@ -904,8 +904,8 @@ class Machine:
         assert sum(lot.num_seqs for lot in rule._lots.values()) == len(self.scheduler.running)
         if self._is_exact():
             assert rule.num_promised == all_at_their_ends(self.scheduler)
-        for request in (*self.scheduler.running, *self.scheduler.waiting):
-            forecast = rule._forecasts[request]
+        for request, forecast in rule._forecasts.items():
+            assert request.request_id in self.requests
             assert request.num_prompt_tokens + forecast.most_tokens <= request.stop.max_total_tokens
 
     def _could_run(self, head: Request) -> bool:

@@ -12,6 +12,9 @@ import pytest
 from local_server import PATIENCE_S, LocalServer, error_of, until
 
 from pagefold.scheduler import Rates
+from pagefold.sim.replay_recording import replay_recording
+from pagefold.sim.traces.read_recording import read_recording
+from pagefold.sim.traces.recording import RecordedStep
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -207,23 +210,39 @@ def test_without_a_target_nothing_is_awaited(tiny_chat_model):
     server.close()
 
 
-def test_gaps_are_kept_and_told_in_metrics(tiny_chat_model, caplog):
+def test_caps_are_told_and_recorded_and_replayed(tiny_chat_model, tmp_path, caplog):
+    file = tmp_path / "trace.jsonl"
     with caplog.at_level(logging.WARNING):
-        server = LocalServer(tiny_chat_model, kv_cache_memory_bytes=2**22, target_itl_ms=1e-6)
+        server = LocalServer(
+            tiny_chat_model,
+            record_trace=file,
+            kv_cache_memory_bytes=2**22,
+            max_num_seqs=4,
+            max_num_batched_tokens=64,
+            target_itl_ms=1e-6,
+        )
     (told,) = [line.getMessage() for line in caplog.records if "--target-itl-ms" in line.getMessage()]
     assert "is 1e-06, which cannot be kept here" in told
-    threads = [
-        threading.Thread(target=server.complete, args=([number] * 60,), kwargs={"max_tokens": 12})
+    assert server.metric("pagefold:prefill_cap_tokens") == 64
+    server.runner.close_gate()  # so that all prompts are computed beside one that decodes
+    one = threading.Thread(target=server.complete, args=([9] * 3,), kwargs={"max_tokens": 80, "ignore_eos": True})
+    others = [
+        threading.Thread(target=server.complete, args=([number] * 200,), kwargs={"max_tokens": 2})
         for number in range(8)
     ]
-    before = server.metric("pagefold:prefill_cap_tokens")
-    server.runner.close_gate()
-    for thread in threads:
+    for number, thread in enumerate([one, *others]):
         thread.start()
-    until(lambda: server.client._queue.num_requests == len(threads), "all to come")
+        until(lambda number=number: server.client._queue.num_requests == number + 1, "it to come")
     server.runner.allow()
-    for thread in threads:
+    for thread in (one, *others):
         thread.join(PATIENCE_S)
+    cap = server.metric("pagefold:prefill_cap_tokens")
+    assert 16 <= cap <= 0.75 * 0.75 * 64, "a block of tokens is the floor"
     assert server.metric("pagefold:drafts_allowed") == 1, "nobody drafts, so there is nothing to switch off"
-    assert server.metric("pagefold:prefill_cap_tokens") <= before == 512
     server.close()
+    recording = read_recording(file)
+    caps = [step.prefill_cap_tokens for step in recording.happened if isinstance(step, RecordedStep)]
+    assert (caps[0], caps[-1]) == (64, cap)
+    report = replay_recording(recording)
+    assert not report.first_difference
+    assert report.num_equal_steps == len(caps)

@@ -97,6 +97,8 @@ def test_what_is_edited_away_is_superseded(server):
         body = {"prompt": last, "max_tokens": 1, "session_id": "edits", **GREEDY}
         assert post(server, "/v1/completions", **body).status_code == 200
     assert expectations.num_superseded - before == 3
+    assert server.metric("pagefold:num_superseded_blocks") == expectations.num_superseded
+    assert server.metric("pagefold:num_paused_sessions") == server.engine.scheduler.sessions.counts.num_paused > 0
 
 
 @pytest.mark.parametrize(
@@ -151,3 +153,58 @@ def test_a_recording_carries_sessions_without_their_names(tiny_chat_model, tmp_p
     report = replay_recording(recording)
     assert not report.first_difference
     assert report.num_evictions
+
+
+EPHEMERAL = {"type": "ephemeral"}
+HOUR = {"type": "ephemeral", "ttl": "1h"}
+
+
+def text(words: str, control: object) -> dict[str, object]:
+    return {"type": "text", "text": words, "cache_control": control}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"cache_control": {"type": "for ever"}}, "ephemeral"),
+        ({"cache_control": {"type": "ephemeral", "ttl": "2h"}}, "5m or 1h"),
+        ({"cache_control": {}}, "type"),
+        ({"system": [text("a", EPHEMERAL)] * 5}, "5 blocks with cache_control"),
+        ({"system": [text("a", EPHEMERAL)] * 4, "cache_control": EPHEMERAL}, "5 blocks with cache_control"),
+        ({"system": [text("a", EPHEMERAL), text("b", HOUR)]}, "1h comes behind"),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": "a"},
+                    {
+                        "role": "assistant",
+                        "content": [
+                            {"type": "thinking", "thinking": "x", "cache_control": EPHEMERAL},
+                            {"type": "text", "text": "b"},
+                        ],
+                    },
+                    {"role": "user", "content": "c"},
+                ]
+            },
+            "block of thinking",
+        ),
+    ],
+)
+def test_breakpoints_that_cannot_be(server, fields, message):
+    refused = post(server, "/v1/messages", **fields)
+    assert refused.status_code == 400
+    assert refused.json()["type"] == "error"
+    assert message in refused.json()["error"]["message"]
+
+
+def test_usage_tells_new_tokens_under_the_lifetime_of_the_last_breakpoint(server):
+    for control, name in ((HOUR, "ephemeral_1h_input_tokens"), (EPHEMERAL, "ephemeral_5m_input_tokens"), (None, None)):
+        system = [text(f"Talk about {name}, and about the sea, the sun and the wind, at length. " * 2, control)]
+        answer = post(server, "/v1/messages", system=system)
+        assert answer.status_code == 200, answer.text
+        assert "x-pagefold-ignored" not in answer.headers
+        usage = answer.json()["usage"]
+        assert usage["cache_creation_input_tokens"] > 0
+        told = usage["cache_creation"]
+        assert sum(told.values()) == usage["cache_creation_input_tokens"]
+        assert told[name or "ephemeral_5m_input_tokens"] == usage["cache_creation_input_tokens"]

@@ -36,7 +36,8 @@ def simulate(  # noqa: PLR0913 - one parameter a flag
         typer.Argument(
             metavar="TRACE",
             help="A trace (CSV, JSON lines, a recording of the server), or a generator: "
-            "chat, shared, agents, retrieval, bursts, as chat:num_chats=200,seed=1. Or faults:steps=10000,seed=1.",
+            "chat, shared, agents, retrieval, bursts, sessions, as chat:num_chats=200,seed=1. Or "
+            "faults:steps=10000,seed=1.",
         ),
     ],
     *,

@@ -44,6 +44,8 @@ class EngineStatus:
         kv_cache_usage: share of blocks held by requests, 0 to 1.
         num_free_blocks, num_cached_blocks, num_blocks: of the pool. ``free + cached == all`` when nothing runs.
         num_pinned_blocks: how many of them pins keep, whether or not somebody uses them.
+        num_running_sessions, num_paused_sessions: sessions, by whether they have a request.
+        num_superseded_blocks: nodes of the prefix tree whose session has no use for them any more.
         num_wasted_slots: slots in blocks of running requests that hold no token.
         kv_waste: their share of all slots in blocks held by requests, 0 to 1.
         num_unsaved_blocks: of the host's memory, that no slow tier was given yet.
@@ -66,6 +68,9 @@ class EngineStatus:
     num_cached_blocks: int = 0
     num_blocks: int = 0
     num_pinned_blocks: int = 0
+    num_running_sessions: int = 0
+    num_paused_sessions: int = 0
+    num_superseded_blocks: int = 0
     num_wasted_slots: int = 0
     kv_waste: float = 0.0
     num_unsaved_blocks: int = 0
@@ -113,6 +118,9 @@ class EngineStatus:
             num_free_blocks=core.pool.num_free,
             num_cached_blocks=core.pool.num_cached,
             num_blocks=core.pool.num_blocks,
+            num_running_sessions=scheduler.sessions.counts.num_running,
+            num_paused_sessions=scheduler.sessions.counts.num_paused,
+            num_superseded_blocks=core.blocks.expectations.num_superseded,
             num_pinned_blocks=core.pins.num_blocks,
             num_idle_pinned_blocks=core.pool.num_pinned,
             num_host_blocks=core.host.blocks.num_blocks,

@@ -1,4 +1,4 @@
-"""PauseForecast: how long a pause will be, as far as pauses before it tell; and what keeping blocks through it is worth.
+"""PauseForecast: how long a pause will be, by those before it, and what keeping blocks through it is worth.
 
 Pauses are counted in ranges of equal ratio, since tools take a second or a minute. What a path is worth while its
 session pauses is its Gittins index: of all times until which it might be kept, the best ratio of how likely the session

@@ -33,6 +33,15 @@ _GAUGES: dict[str, tuple[str, str]] = {
         "num_pinned_blocks",
         "KV blocks that pins keep cached, each counted once, whether or not a request holds them too.",
     ),
+    "pagefold:num_running_sessions": ("num_running_sessions", "Agents' sessions that have a request."),
+    "pagefold:num_paused_sessions": (
+        "num_paused_sessions",
+        "Agents' sessions that have no request and have not ended: their tools run, or they were given up.",
+    ),
+    "pagefold:num_superseded_blocks": (
+        "num_superseded_blocks",
+        "Cached places of paths that sessions have edited away, or that have ended: they are evicted first.",
+    ),
     "pagefold:num_unsaved_blocks": (
         "num_unsaved_blocks",
         "Blocks of the host's memory that no slow tier was given yet. It grows to all of them while a tier hangs.",

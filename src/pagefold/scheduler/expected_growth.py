@@ -85,17 +85,13 @@ class ExpectedGrowth:
         self._leaves = leaves
         self._watermark_blocks = needs.watermark_blocks
         self._growth_a_lot = 0 if core.trims else core.num_groups  # of a window there is none, or some; a bound is 0
-        self._forecasts: dict[Request, Forecast] = {}  # of all that are here
+        self._forecasts: dict[Request, Forecast] = {}  # of all that have been next, once
         self._running: dict[Request, _Expected] = {}
         self._lots: dict[int, _Lot] = {}
 
-    def arrived(self, request: Request) -> None:
-        """See :class:`AdmissionRule`."""
-        self._forecasts[request] = self._forecaster.forecast(request)
-
     def ended(self, request: Request, reason: FinishReason) -> None:
         """See :class:`AdmissionRule`."""
-        del self._forecasts[request]
+        self._forecasts.pop(request, None)
         self._forecaster.ended(request, reason)
 
     def note(self, request: Request, step_id: int) -> None:
@@ -103,7 +99,7 @@ class ExpectedGrowth:
         expected = self._running.get(request)
         if expected is None:
             expected = self._running[request] = _Expected()
-            expected.end = request.num_prompt_tokens + self._forecasts[request].likely_tokens
+            expected.end = request.num_prompt_tokens + self._forecast_of(request).likely_tokens
         if request.num_tokens > expected.end or not expected.num_blocks:
             self._take_out(expected)
             if request.num_tokens > expected.end:
@@ -143,10 +139,17 @@ class ExpectedGrowth:
 
     # Inside.
 
+    def _forecast_of(self, request: Request) -> Forecast:
+        """Return the forecast of a request; of one that is next for the first time, by what is known now."""
+        forecast = self._forecasts.get(request)
+        if forecast is None:
+            forecast = self._forecasts[request] = self._forecaster.forecast(request)
+        return forecast
+
     def _end_of(self, request: Request) -> int:
         """Return with how many tokens a request that waits is thought to end."""
         most = request.stop.max_total_tokens
-        forecast = request.num_prompt_tokens + self._forecasts[request].most_tokens
+        forecast = request.num_prompt_tokens + self._forecast_of(request).most_tokens
         return min(most, max(forecast, request.num_tokens + 1))
 
     def _at_end(self, request: Request) -> int:
@@ -164,7 +167,7 @@ class ExpectedGrowth:
     def _renewed(self, request: Request) -> int:
         """Return the new end of a request that has passed the one that was expected."""
         num_tokens = self._forecaster.renewed(request)
-        old = self._forecasts[request]
+        old = self._forecast_of(request)
         self._forecasts[request] = old._replace(likely_tokens=num_tokens, most_tokens=max(num_tokens, old.most_tokens))
         return max(request.num_tokens, request.num_prompt_tokens + num_tokens)
 

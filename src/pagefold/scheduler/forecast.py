@@ -77,7 +77,7 @@ class Forecaster(Protocol):
     """Forecasts outputs."""
 
     def forecast(self, request: Request) -> Forecast:
-        """Return how long the output of ``request``, which has just come, will be. It is asked once of each."""
+        """Return how long the output of ``request``, which has none yet, will be. It is asked once of each."""
 
     def renewed(self, request: Request) -> int:
         """Return how many output tokens ``request`` will have that has got beyond its forecast."""

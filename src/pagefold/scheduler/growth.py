@@ -33,9 +33,6 @@ class AdmissionRule(Protocol):
     name: str
     num_promised: int
 
-    def arrived(self, request: Request) -> None:
-        """A request has come. Each of its samples is told of."""
-
     def ended(self, request: Request, reason: FinishReason) -> None:
         """A request has ended."""
 
@@ -61,9 +58,6 @@ class PromptOnly:
 
     name = "prompt"
     num_promised = 0
-
-    def arrived(self, request: Request) -> None:
-        """See :class:`AdmissionRule`."""
 
     def ended(self, request: Request, reason: FinishReason) -> None:
         """See :class:`AdmissionRule`."""

@@ -187,7 +187,6 @@ class Scheduler:
         tag = self.policy.key(request)[0]
         for sample in (request, *request.forks):
             sample.order = (tag, sample.index)
-            self.rule.arrived(sample)
         self.policy.arrived(request)
         self._queues.enter(request)
         self._queues.wait(request)

@@ -209,10 +209,16 @@ class _ThinkingBlock(BaseModel):
     signature: str
 
 
+class _CacheCreation(BaseModel):
+    ephemeral_5m_input_tokens: int = Field(ge=0)
+    ephemeral_1h_input_tokens: int = Field(ge=0)
+
+
 class _MessageUsage(BaseModel):
     input_tokens: int = Field(ge=0)
     cache_creation_input_tokens: int = Field(ge=0)
     cache_read_input_tokens: int = Field(ge=0)
+    cache_creation: _CacheCreation
     output_tokens: int = Field(ge=0)
 
 

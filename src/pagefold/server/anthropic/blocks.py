@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, FailFast, StrictBool, Tag, model_validator
 
+from pagefold.server.anthropic.cache_control import CacheControl  # noqa: TC001 - pydantic reads it
 from pagefold.server.chat_schemas import ChatMessage, TextPart
 from pagefold.server.ignored import Body
 from pagefold.server.schemas import Text  # noqa: TC001 - pydantic reads it
@@ -14,7 +15,7 @@ from pagefold.server.tellable import tellable
 from pagefold.server.tools.schemas import CalledFunction, ToolCall
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
 __all__ = ["MessageParam", "TextBlock", "Texts", "chat_of"]
 
@@ -36,12 +37,17 @@ def _is_text(kind: object) -> object:
 
 
 class TextBlock(Body):
-    """A text. ``cache_control`` is taken, and changes nothing: all prompts are cached."""
+    """A text.
 
-    known: ClassVar[frozenset[str]] = frozenset({"cache_control", "citations"})
+    Attributes:
+        cache_control: a breakpoint of the cache behind it.
+    """
+
+    known: ClassVar[frozenset[str]] = frozenset({"citations"})
 
     type: Annotated[Literal["text"], BeforeValidator(_is_text)]
     text: Text
+    cache_control: CacheControl | None = None
 
 
 Texts: TypeAlias = Annotated[
@@ -56,14 +62,16 @@ class ToolUseBlock(Body):
         id: by which what it brought is told.
         name: of the tool.
         input: what it was given.
+        cache_control: a breakpoint of the cache behind it.
     """
 
-    known: ClassVar[frozenset[str]] = frozenset({"cache_control", "caller"})
+    known: ClassVar[frozenset[str]] = frozenset({"caller"})
 
     type: Literal["tool_use"]
     id: Text
     name: Text
     input: Annotated[dict[str, Any], AfterValidator(tellable)]
+    cache_control: CacheControl | None = None
 
 
 class ToolResultBlock(Body):
@@ -73,14 +81,14 @@ class ToolResultBlock(Body):
         tool_use_id: of which call.
         content: a text, or texts.
         is_error: taken; the model is told the content alone.
+        cache_control: a breakpoint of the cache behind it.
     """
-
-    known: ClassVar[frozenset[str]] = frozenset({"cache_control"})
 
     type: Literal["tool_result"]
     tool_use_id: Text
     content: Texts = []  # noqa: RUF012 - pydantic copies it
     is_error: StrictBool = False
+    cache_control: CacheControl | None = None
 
 
 class ThinkingBlock(Body):
@@ -94,6 +102,14 @@ class ThinkingBlock(Body):
 
     type: Literal["thinking", "redacted_thinking"]
     thinking: Text = ""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_breakpoint(cls, fields: Any) -> Any:  # noqa: ANN401 - whatever the JSON was
+        if isinstance(fields, dict) and fields.get("cache_control") is not None:
+            msg = "no cache_control may be on a block of thinking"
+            raise ValueError(msg)
+        return fields
 
 
 def _tag(value: Any) -> str | None:  # noqa: ANN401 - whatever the JSON was
@@ -139,6 +155,14 @@ class MessageParam(Body):
                 msg = "only the user's messages may have tool_result blocks"
                 raise ValueError(msg)
         return self
+
+    def breakpoints(self) -> Iterator[CacheControl | None]:
+        """Yield what its blocks say of the cache; None of those that say nothing."""
+        for block in self.content:
+            if not isinstance(block, ThinkingBlock):
+                yield block.cache_control
+            if isinstance(block, ToolResultBlock):
+                yield from (text.cache_control for text in block.content)
 
 
 def chat_of(system: Sequence[TextBlock], messages: Iterable[MessageParam]) -> list[ChatMessage]:

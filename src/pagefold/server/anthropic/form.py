@@ -30,15 +30,21 @@ class MessageForm:
         model_name: what clients call the model.
         max_tokens: how long the client lets it be.
         about_cache: further fields of the message, once its first token is known.
+        lifetime: of the last breakpoint of the cache, 5m or 1h: under its count new tokens are told.
     """
 
     def __init__(
-        self, model_name: str, max_tokens: int, about_cache: Callable[[Generation], dict[str, Any]] = _nothing
+        self,
+        model_name: str,
+        max_tokens: int,
+        about_cache: Callable[[Generation], dict[str, Any]] = _nothing,
+        lifetime: str = "5m",
     ) -> None:
         self.message_id = f"msg_{uuid.uuid4().hex}"
         self._head = {"id": self.message_id, "type": "message", "role": "assistant", "model": model_name}
         self._max_tokens = max_tokens
         self._about_cache = about_cache
+        self._lifetime = lifetime
 
     def whole(self, generation: Generation, reader: PartReader) -> dict[str, Any]:
         """Return the message at its end."""
@@ -47,7 +53,7 @@ class MessageForm:
             **self._head,
             "content": content,
             **self._stop(generation, reader),
-            "usage": _usage(generation),
+            "usage": _usage(generation, self._lifetime),
             **self._about_cache(generation),
         }
 
@@ -70,7 +76,11 @@ class MessageForm:
                     has_begun = True
                 for event in events:
                     yield _told(event)
-        yield {"type": "message_delta", "delta": self._stop(generation, reader), "usage": _usage(generation)}
+        yield {
+            "type": "message_delta",
+            "delta": self._stop(generation, reader),
+            "usage": _usage(generation, self._lifetime),
+        }
         yield {"type": "message_stop"}
 
     def _begun(self, generation: Generation) -> dict[str, Any]:
@@ -79,7 +89,7 @@ class MessageForm:
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,
-            "usage": _usage(generation),
+            "usage": _usage(generation, self._lifetime),
             **self._about_cache(generation),
         }
 
@@ -125,12 +135,15 @@ def _block(part: Part, *, is_whole: bool) -> dict[str, Any]:
     return {"type": "text", "text": text, "citations": None}
 
 
-def _usage(generation: Generation) -> dict[str, Any]:
+def _usage(generation: Generation, lifetime: str) -> dict[str, Any]:
     """Return Anthropic's three kinds of input tokens, which add up to the prompt, and the tokens of the output."""
     use = generation.prompt_use()
     return {
         "input_tokens": use.num_tokens - use.num_read - use.num_written,
         "cache_creation_input_tokens": use.num_written,
         "cache_read_input_tokens": use.num_read,
+        "cache_creation": {
+            f"ephemeral_{ttl}_input_tokens": use.num_written if ttl == lifetime else 0 for ttl in ("5m", "1h")
+        },
         "output_tokens": generation.outputs[0].num_tokens,
     }

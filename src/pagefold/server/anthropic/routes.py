@@ -33,6 +33,7 @@ def message_routes(served: Served, diagnoses: Diagnoses) -> APIRouter:
     async def create_message(asked: MessageRequest, request: Request) -> Response:
         """Answer the last message of a chat, in Anthropic's form."""
         served.admit(asked, request)
+        lifetime = asked.cache_lifetime()
         want = wanted(asked.asked_tools(), asked.structured(), served)
         options = asked.chat_options()
         chat = await served.prepare_chat(asked.chat(), want.tools, options=options, receive=request.receive)
@@ -49,7 +50,7 @@ def message_routes(served: Served, diagnoses: Diagnoses) -> APIRouter:
                 return {"diagnostics": None}
             return {"diagnostics": diagnoses.diagnose(account.tenant, previous_id, generation).as_anthropic()}
 
-        form = MessageForm(served.model_name, asked.max_tokens, about_cache)
+        form = MessageForm(served.model_name, asked.max_tokens, about_cache, lifetime)
         generation = Generation(
             served.client,
             request_id=form.message_id,
@@ -79,6 +80,7 @@ def message_routes(served: Served, diagnoses: Diagnoses) -> APIRouter:
         served.admit(asked, request)
         caller = asked.caller(account_of(request.scope))  # refuses what a message would be refused for
         served.client.check_kind(caller)
+        asked.cache_lifetime()
         want = wanted(asked.asked_tools(), asked.structured(), served)
         options = asked.chat_options()
         chat = await served.prepare_chat(asked.chat(), want.tools, options=options, receive=request.receive)

@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, FailFast, Field, StrictBool, StrictFloat, 
 from pagefold.errors import InvalidRequestError
 from pagefold.sampling import SamplingParams
 from pagefold.server.anthropic.blocks import MessageParam, Texts, chat_of
+from pagefold.server.anthropic.cache_control import CacheControl, check_breakpoints
 from pagefold.server.anthropic.tools import Choice, MessageTool, ToolUseChoice
 from pagefold.server.ignored import Body
 from pagefold.server.schemas import MAX_PARTS, CachedRequest, Text, few_parts
@@ -85,12 +86,12 @@ class CountRequest(CachedRequest):
         tool_choice: whether it must, and what.
         thinking: whether the model thinks before its answer, and its thoughts are told.
         output_config: what the answer must look like.
+        cache_control: a breakpoint of the cache at the end of the prompt.
     """
 
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = IN_MESSAGES
     known: ClassVar[frozenset[str]] = frozenset(
         {
-            "cache_control",  # all prompts are cached
             "context_management",  # refused, but for what means nothing
             "inference_geo",
             "metadata",
@@ -106,6 +107,7 @@ class CountRequest(CachedRequest):
     tool_choice: ToolUseChoice = Field(default_factory=lambda: _AUTO)
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig = Field(default_factory=OutputConfig)
+    cache_control: CacheControl | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -157,6 +159,21 @@ class CountRequest(CachedRequest):
             remedy = 'Leave it out, send {"type": "adaptive"}, or start the server with --reasoning-parser.'
             raise InvalidRequestError(msg, param="thinking", remedy=remedy)
         return kind in ("enabled", "adaptive")
+
+    def cache_lifetime(self) -> str:
+        """Return the lifetime of the last breakpoint of the cache; 5m where there is none.
+
+        Raises:
+            InvalidRequestError: there are too many, or they are out of order.
+        """
+        return check_breakpoints(
+            [
+                *(tool.cache_control for tool in self.tools),
+                *(text.cache_control for text in self.system),
+                *(control for message in self.messages for control in message.breakpoints()),
+                self.cache_control,
+            ]
+        )
 
     def asked_tools(self) -> AskedTools:
         """Return what it says of tools."""

@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 from pydantic import BeforeValidator, Field, PlainValidator, StrictBool, StrictStr
 
+from pagefold.server.anthropic.cache_control import CacheControl  # noqa: TC001 - pydantic reads it
 from pagefold.server.ignored import Body
 from pagefold.server.tools.schemas import Tool, ToolFunction, WhichTool
 
@@ -27,15 +28,17 @@ class MessageTool(Body):
     Attributes:
         input_schema: a JSON schema of its input, which is an object.
         strict: refuse a schema that says more than can be enforced, instead of ignoring that.
+        cache_control: a breakpoint of the cache behind it.
     """
 
-    known: ClassVar[frozenset[str]] = frozenset({"cache_control", "eager_input_streaming"})
+    known: ClassVar[frozenset[str]] = frozenset({"eager_input_streaming"})
 
     type: Annotated[Literal["custom"], BeforeValidator(_is_custom)] = "custom"
     name: Annotated[StrictStr, Field(pattern=r"^[A-Za-z0-9_.-]+$", max_length=_MAX_NAME)]
     description: StrictStr = ""
     input_schema: dict[str, Any]
     strict: StrictBool = False
+    cache_control: CacheControl | None = None
 
     def as_tool(self) -> Tool:
         """Return the tool in the form of chats."""

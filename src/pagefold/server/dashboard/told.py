@@ -24,6 +24,8 @@ EVICTIONS = {
     "firm_landmark": "only a firm landmark kept it",
     "idle": "it led nowhere",
     "packed": "it held packed tokens",
+    "superseded": "its session has edited it away, or has ended",
+    "session": "its session was expected back last",
     "reset": "the cache was reset",
     "corrupted": "it was not trusted",
 }
