@@ -17,6 +17,7 @@ from pagefold.scheduler.expected_growth import ExpectedGrowth
 from pagefold.scheduler.forecast import LONGEST
 from pagefold.scheduler.needs import Needs
 from pagefold.scheduler.overtaking import MAX_OVERTAKEN
+from pagefold.scheduler.victims import MOST_PREEMPTIONS
 from pagefold.sim import NullRunner, hashed_token
 
 
@@ -262,3 +263,23 @@ def test_every_wait_ends_while_others_come_without_end(admission, policy, prefil
     assert long.times.scheduled_s is not None
     # 6 that came before and 32 that overtake, of 20 steps at most, two at least at a time; and 10 s of aging
     assert long.times.scheduled_s - long.arrival_s <= 10.0 + (6 + MAX_OVERTAKEN) * 20 * 0.5 / 2
+
+
+def test_a_reservation_holds_back_nobody_that_came_before():
+    """With lpm, most is cached of whoever was preempted; while that lacks room for a while, the head goes."""
+    house = LoadedHouse(200, policy="lpm", seqs=2)
+    shared = list(range(40))
+    house.add("warm", shared, 1)
+    house.step()
+    house.add("long", [7] * 8, 400)
+    house.add("short", [8] * 8, 3)
+    house.step()
+    head = house.add("head", range(500, 520), 4)
+    victim = house.add("victim", [*shared, 99], 50)
+    while victim.num_output_tokens < 2:
+        house.step()
+    house.scheduler._queues.take_out(victim)
+    house.scheduler._rows._relief.preempt(victim, house.scheduler.running[0], "memory")
+    victim.num_preemptions = MOST_PREEMPTIONS + 1
+    house.step()
+    assert head in house.scheduler.running

@@ -16,9 +16,10 @@ from test_scheduler import House, new_request
 from pagefold.events import RequestPreempted
 from pagefold.kv import audit
 from pagefold.request import RequestStatus
-from pagefold.scheduler import SCHEDULING_POLICIES, Scheduler, SchedulerLimits
+from pagefold.scheduler import SCHEDULING_POLICIES, PrefillLimits, Scheduler, SchedulerLimits
 from pagefold.scheduler.fair_shares import OUTPUT_WEIGHT, FairShares
 from pagefold.scheduler.making_way import MOST_WAYS_MADE
+from pagefold.scheduler.prefill_limits import NO_PREFILL_LIMITS
 from pagefold.sim import NullRunner
 from pagefold.sim.shadow_runner import ShadowRunner, alone
 
@@ -34,10 +35,18 @@ OUTPUTS = {"a": 5, "b": 9, "c": 2}
 class FairHouse(House):
     """A house whose tenants have shares."""
 
-    def __init__(self, num_blocks: int = 256, *, seqs: int = 4, budget: int = 64, **parts):
+    def __init__(
+        self,
+        num_blocks: int = 256,
+        *,
+        seqs: int = 4,
+        budget: int = 64,
+        prefills: PrefillLimits = NO_PREFILL_LIMITS,
+        **parts,
+    ):
         super().__init__(num_blocks, seqs=seqs, budget=budget, **parts)
-        policy = SCHEDULING_POLICIES["fair"](1.0)
-        self.scheduler = Scheduler(self.core, SchedulerLimits(seqs, budget), policy=policy, emit=self.events.append)
+        policy, limits = SCHEDULING_POLICIES["fair"](1.0), SchedulerLimits(seqs, budget, prefills)
+        self.scheduler = Scheduler(self.core, limits, policy=policy, emit=self.events.append)
         self.num_sent: Counter[str] = Counter()
 
     @property
@@ -452,3 +461,39 @@ def test_who_is_spared_is_not_asked_again_while_nothing_changes():
         house.scheduler.apply(NullRunner().run(house.scheduler.schedule(0.0)))
     assert making_way.num_looked_at == 250
     assert house.made_way == []
+
+
+@pytest.mark.parametrize(
+    ("prefills", "num_steps"), [(PrefillLimits(max_num_partial=1), 10), (PrefillLimits(2, 1, 32), 18)], ids=str
+)
+def test_nothing_is_kept_free_for_a_head_that_lacks_a_place_among_prompts(prefills, num_steps):
+    """The prompt that is in work gets all tokens of a step, or its threshold, as if nobody waited."""
+    house = FairHouse(2048, prefills=prefills)
+    house.send("a", 8, 200)
+    for _ in range(3):
+        house.step()
+    house.send("a", 512, 4)
+    house.step()
+    head = house.send("b", 256, 4)
+    house.step()
+    assert head.status is RequestStatus.WAITING
+    for _ in range(num_steps):
+        house.step()
+    assert head.num_computed_tokens > 0
+
+
+def test_nobody_makes_way_for_a_head_that_lacks_a_place_among_prompts():
+    house = FairHouse(2048, prefills=PrefillLimits(None, 1, 16))
+    begun = house.send("a", 600, 4)
+    for _ in range(3):
+        house.send("a", 8, 200)
+    for _ in range(3):
+        house.step()
+    head = house.send("b", 300, 4)
+    while begun.num_computed_tokens < 600 - 16:
+        house.step()
+        assert house.made_way == []
+    for _ in range(4):
+        house.step()
+    assert len(house.made_way) <= 1
+    assert head.status is RequestStatus.RUNNING

@@ -17,10 +17,10 @@ from pagefold.scheduler.lengths import LEAST_LENGTHS, Lengths
 SAMPLING = SamplingParams(temperature=0.0, max_tokens=None)
 
 
-def asked(max_tokens: int, prompt: tuple[int, ...] = (1, 2, 3), *, tenant: bytes = b"") -> Request:
+def asked(max_tokens: int, prompt: tuple[int, ...] = (1, 2, 3), *, tenant: str = "") -> Request:
     """Return a request."""
     rule = StopRule(frozenset(), len(prompt) + max_tokens)
-    return Request("r", prompt, SAMPLING, stop=rule, namespace=tenant)
+    return Request("r", prompt, SAMPLING, stop=rule, tenant=tenant)
 
 
 def ended(forecasts: OutputForecasts, request: Request, num_tokens: int, reason: str = "stop") -> None:
@@ -29,7 +29,7 @@ def ended(forecasts: OutputForecasts, request: Request, num_tokens: int, reason:
     forecasts.ended(request, reason)
 
 
-def taught(lengths: list[int], max_tokens: int = 1000, *, prompt: tuple[int, ...] = (1, 2, 3), tenant: bytes = b""):
+def taught(lengths: list[int], max_tokens: int = 1000, *, prompt: tuple[int, ...] = (1, 2, 3), tenant: str = ""):
     """Return forecasts that have seen outputs of such lengths."""
     forecasts = OutputForecasts()
     for length in lengths:
@@ -109,9 +109,18 @@ def test_without_data_an_output_is_as_long_as_it_may_be():
 def test_a_tenant_learns_nothing_from_another(own, others):
     alone = taught(own)
     for length in others:
-        ended(alone, asked(1000, tenant=b"other"), length)
+        ended(alone, asked(1000, tenant="other"), length)
     assert alone.forecast(asked(1000)) == taught(own).forecast(asked(1000))
-    assert alone.forecast(asked(1000, tenant=b"third")).interval is None
+    assert alone.forecast(asked(1000, tenant="third")).interval is None
+
+
+def test_many_salts_push_out_nobody_elses_lengths():
+    forecasts = taught([10] * 20)
+    for salt in range(300):
+        request = asked(1000, tenant="other")
+        request.namespace = salt.to_bytes(2, "big")
+        ended(forecasts, request, 1)
+    assert forecasts.forecast(asked(1000)).most_tokens == 10
 
 
 def test_what_begins_alike_is_forecast_by_itself():

@@ -465,3 +465,31 @@ def test_sessions_are_named_by_digests_of_a_tenant():
     assert len(names) == 9
     assert session_ref("a", "b") == SessionRef(session_ref("a", "x").tenant, session_ref("a", "b").session)
     assert all(b"secret" not in part for part in session_ref("secret", "secret", "secret"))
+
+
+def test_paths_beyond_the_most_of_a_session_are_like_all_others():
+    server = Server(2000)
+    for seed in range(130):
+        server.add(tokens_of(seed, 16), "one", num_output=1)
+    server.run()
+    expectations = server.core.blocks.expectations
+    assert sum(len(paths) for _, paths in expectations.ends()) == 64
+    server.end("one")
+    assert not list(expectations.ends())
+
+
+def test_what_ended_while_a_request_of_its_session_runs_is_not_kept_for_good():
+    server = Server(2000)
+    server.add(tokens_of(500, 16), "one", num_output=5000)
+    for seed in range(40):
+        server.add(tokens_of(seed, 16), "one")
+        for _ in range(3):
+            server.step()
+    server.now = 5000.0
+    others = tokens_of(9999, 16)
+    server.add(others)
+    for _ in range(3):
+        server.step()
+    server.now += 1.0
+    assert set(server.evict(8)) == {"policy"}
+    assert len(server.nodes(others)) == 4

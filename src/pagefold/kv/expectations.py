@@ -57,9 +57,10 @@ class ExpectedPath:
         forecast: of the pause that it is in; None where its time is known, or nobody is expected.
         since_s: when that pause began.
         version: how often it was said when somebody is expected.
+        is_dropped: nobody is expected for good, whatever ends there yet.
     """
 
-    __slots__ = ("due_s", "forecast", "owner", "since_s", "tail", "version")
+    __slots__ = ("due_s", "forecast", "is_dropped", "owner", "since_s", "tail", "version")
 
     def __init__(self, owner: object) -> None:
         self.owner = owner
@@ -68,6 +69,7 @@ class ExpectedPath:
         self.forecast: PauseForecast | None = None
         self.since_s = 0.0
         self.version = 0
+        self.is_dropped = False
 
 
 class Expectations:
@@ -97,7 +99,7 @@ class Expectations:
     def put(self, path: ExpectedPath, tail: Node | None) -> None:
         """Let ``path`` end in ``tail``, which is in the tree or a root; None for no path at all."""
         before = path.tail
-        if before is tail:
+        if before is tail or path.is_dropped:
             return
         if before is not None:
             self._leave(path, before)
@@ -108,21 +110,26 @@ class Expectations:
 
     def expect_at(self, path: ExpectedPath, due_s: float) -> None:
         """Expect somebody to go on from ``path`` at a time."""
+        if path.is_dropped:
+            return
         path.version += 1
         path.forecast = None
         self._set_due(path, due_s)
 
     def expect(self, path: ExpectedPath, forecast: PauseForecast, now_s: float) -> None:
         """Expect somebody to go on from ``path``, which nobody uses since ``now_s``, as ``forecast`` says."""
+        if path.is_dropped:
+            return
         path.forecast = forecast
         path.since_s = now_s
         self._look(path, now_s)
 
     def drop(self, path: ExpectedPath) -> None:
-        """Expect nobody any more: the blocks are like all others."""
+        """Expect nobody any more, for good: the blocks are like all others."""
         path.version += 1
         path.forecast = None
         self.put(path, None)
+        path.is_dropped = True
         path.due_s = float("inf")
 
     def supersede(self, tail: Node, owner: object, num_kept: int, *, stops: bool = False) -> list[Node]:

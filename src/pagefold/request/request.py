@@ -108,6 +108,7 @@ class Request:
             admission.
         max_computed_tokens: the most that was ever computed: what is computed again below it is recomputation.
         num_declined_tokens: how much behind its hit the host held, and computing was expected to be sooner: likewise.
+        num_overtaken: how many were let in before it that came behind it, since it lacked a place.
         namespace: :meth:`Namespace.key` of its blocks.
         tenant: whose it is: a name, of which the scheduler knows nothing else.
         weight: the share of that tenant beside others' weights, where tenants have shares; positive.
@@ -152,6 +153,7 @@ class Request:
         "num_draft_tokens",
         "num_loaded_tokens",
         "num_lost_tokens",
+        "num_overtaken",
         "num_preemptions",
         "num_prompt_tokens",
         "order",
@@ -243,6 +245,7 @@ class Request:
         self.kept_share: float | None = None
         self.num_lost_tokens = self.num_declined_tokens = 0
         self.num_preemptions = 0
+        self.num_overtaken = 0
         self.is_aborted = False
         self.finish_reason: FinishReason | None = None
         self.error = ""
@@ -282,6 +285,11 @@ class Request:
     def has_no_output(self) -> bool:
         """Whether only its prompt is computed: what its row samples is nobody's."""
         return self.stop.max_total_tokens <= self.num_prompt_tokens
+
+    @property
+    def is_cut_by_grammar(self) -> bool:
+        """Whether it has ended since its grammar found no way on: its output is whole, as far as it goes."""
+        return self.finish_reason == "error" and not self.error
 
     @property
     def max_hit_tokens(self) -> int:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from pagefold.events import Emit, RequestStreamed, WaitCause
 from pagefold.request import RequestStatus
-from pagefold.scheduler.overtaking import Overtaking
+from pagefold.scheduler import overtaking
 
 if TYPE_CHECKING:
     from pagefold.kv import KVCore, PrefixHit
@@ -63,7 +63,6 @@ class Admission:
         self._policy = policy
         self._max_num_seqs = limits.max_num_seqs
         self._prefills = limits.prefills
-        self._overtaking = Overtaking()
         self._emit = emit
 
     def num_seats(self, step: StepInFlight) -> int:
@@ -88,11 +87,11 @@ class Admission:
         cause = self._let_in(request, step, budget)
         if cause != "prefills" or not self._lacks_long_place(request, step):
             return cause
-        for other in self._overtaking.beside(request, waiting):
+        for other in overtaking.beside(request, waiting):
             if not self._lacks_long_place(other, step):
                 if self._let_in(other, step, budget, beside=request) is not None:
                     return cause
-                self._overtaking.has_passed(other, waiting)
+                overtaking.has_passed(other, waiting)
                 return None
         return cause
 

@@ -2,8 +2,8 @@
 
 Outputs are forecast by *kind*: those of a tenant whose prompts begin alike and may be about as long; where few of these
 have ended yet, by all of the tenant that may be about as long, then by all of the tenant; and where few of those have,
-an output is thought to be as long as it may be. A tenant is a namespace of blocks: nobody's lengths say anything to
-another, and nobody's many prompts push out what is known of another's.
+an output is thought to be as long as it may be. Nobody's lengths say anything to another tenant, and nobody's many
+prompts push out what is known of another's. Prompts in different namespaces of blocks (salts, adapters) are not alike.
 
 Which kinds are kept is bounded for each tenant. A kind stays on *trial* until enough of it have ended; then it is
 *known*. Those on trial push out one another, and known ones only known ones: prompts that come once never push out
@@ -132,13 +132,13 @@ class OutputForecasts:
 
     def __init__(self, emit: Emit = ignore) -> None:
         self._emit = emit
-        self._tenants: OrderedDict[bytes, _Tenant] = OrderedDict()
+        self._tenants: OrderedDict[str, _Tenant] = OrderedDict()
         self._stated: dict[Request, tuple[int, int]] = {}  # of those that have not ended
 
     def forecast(self, request: Request) -> Forecast:
         """See :class:`Forecaster`. Costs some 10 us: one walk over the lengths of a kind."""
         most = _most_tokens(request)
-        tenant = self._tenants.get(request.namespace)
+        tenant = self._tenants.get(request.tenant)
         lengths = None if tenant is None else self._lengths_of(tenant, request, 0)
         if tenant is None or lengths is None or not most:
             return Forecast(most, most)
@@ -153,7 +153,7 @@ class OutputForecasts:
     def renewed(self, request: Request) -> int:
         """See :class:`Forecaster`. Of those that were longer still; where few were, it is thought to double."""
         most, num_tokens = _most_tokens(request), request.num_output_tokens
-        tenant = self._tenants.get(request.namespace)
+        tenant = self._tenants.get(request.tenant)
         lengths = None if tenant is None else self._lengths_of(tenant, request, num_tokens)
         if lengths is None:
             return min(most, 2 * num_tokens + 1)
@@ -166,7 +166,7 @@ class OutputForecasts:
         is_whole = reason == "stop" or (reason == "error" and not request.error)  # its grammar found no way on
         if request.has_no_output or (reason == "error" and not is_whole):
             return
-        tenant = self._tenant(request.namespace)
+        tenant = self._tenant(request.tenant)
         num_tokens = request.num_output_tokens
         if stated is not None and (is_whole or reason == "length"):
             is_within = stated[0] <= num_tokens <= stated[1]
@@ -178,13 +178,13 @@ class OutputForecasts:
 
     # Inside.
 
-    def _tenant(self, namespace: bytes) -> _Tenant:
-        tenant = self._tenants.get(namespace)
+    def _tenant(self, name: str) -> _Tenant:
+        tenant = self._tenants.get(name)
         if tenant is None:
-            tenant = self._tenants[namespace] = _Tenant(Lengths(_TENANT_LENGTHS), {}, OrderedDict(), OrderedDict())
+            tenant = self._tenants[name] = _Tenant(Lengths(_TENANT_LENGTHS), {}, OrderedDict(), OrderedDict())
             if len(self._tenants) > _MAX_TENANTS:
                 self._tenants.popitem(last=False)
-        self._tenants.move_to_end(namespace)
+        self._tenants.move_to_end(name)
         return tenant
 
     @staticmethod
@@ -238,4 +238,7 @@ def _size_of(request: Request) -> int:
 def _kind_of(request: Request) -> bytes:
     """Return a name of a request's kind. It hangs on which prompts are equal, not on what they say."""
     begins = request.token_ids[: min(_PREFIX_TOKENS, request.num_prompt_tokens)].tobytes()
-    return blake2b(begins, digest_size=16, salt=bytes((_size_of(request),))).digest()
+    space = request.namespace
+    return blake2b(
+        len(space).to_bytes(4, "big") + space + begins, digest_size=16, salt=bytes((_size_of(request),))
+    ).digest()

@@ -16,6 +16,7 @@ all of them. So who is behind the head of the queue in order leaves it what it n
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -24,11 +25,14 @@ if TYPE_CHECKING:
     from pagefold.kv import KVCore
     from pagefold.request import Request
     from pagefold.scheduler.fair_shares import FairShares, TenantShare
+    from pagefold.scheduler.limits import SchedulerLimits
     from pagefold.scheduler.queues import Queues
     from pagefold.scheduler.relief import Relief
     from pagefold.scheduler.step_in_flight import StepInFlight
 
 __all__ = ["MOST_WAYS_MADE", "NO_MAKING_WAY", "AnyMakingWay", "MakingWay"]
+
+_ORDER = attrgetter("order")
 
 MOST_WAYS_MADE = 2
 """So often one request is preempted for others' shares."""
@@ -72,18 +76,22 @@ class MakingWay:
         queues: who waits, and who runs.
         shares: what tenants have.
         relief: knows what is missing, and preempts.
-        max_num_seqs: sequences running at once.
+        limits: of a step.
 
     Attributes:
         num_looked_at: how many running requests it has looked at so far, one by one.
     """
 
-    def __init__(self, core: KVCore, queues: Queues, shares: FairShares, relief: Relief, max_num_seqs: int) -> None:
+    def __init__(
+        self, core: KVCore, queues: Queues, shares: FairShares, relief: Relief, limits: SchedulerLimits
+    ) -> None:
         self._core = core
         self._queues = queues
         self._shares = shares
         self._relief = relief
-        self._max_num_seqs = max_num_seqs
+        self._max_num_seqs = limits.max_num_seqs
+        self._max_num_batched_tokens = limits.max_num_batched_tokens
+        self._prefills = limits.prefills
         self._no_way: tuple[Request, int] | None = None  # nobody could go for this head, as things were then
         self._no_room: tuple[Request, int] | None = None  # likewise, there was no memory for it
         self._step_id = 0  # of the last step that it was asked about
@@ -109,6 +117,8 @@ class MakingWay:
         head = waiting[0]
         if head.num_seqs > self._max_num_seqs - self._shares.num_seats or self._lacks_memory(head):
             return
+        if not self._has_place(head):
+            return
         step.num_reserved = head.num_tokens - self._num_found(head)
         step.reserved_for = head.order
 
@@ -122,16 +132,26 @@ class MakingWay:
         if not waiting or not self._queues.running:
             return []
         head, now = waiting[0], self._shares.num_changes
-        if self._no_way == (head, now):
+        if self._no_way == (head, now) or not self._has_place(head):
             return []
-        victims = self._find(head)
+        num_seats = head.num_seqs - (self._max_num_seqs - self._shares.num_seats)
+        if num_seats <= 0 and not self._lacks_memory(head):  # it waits for something else, which may change
+            return []
+        victims = self._find(head, num_seats)
         if not victims:
             self._no_way = head, now
         return victims
 
-    def _find(self, head: Request) -> list[Request]:
-        shares = self._shares
-        num_seats = head.num_seqs - (self._max_num_seqs - shares.num_seats)
+    def _has_place(self, head: Request) -> bool:
+        """Whether the head of the queue may begin beside the prompts that are partly computed now."""
+        if not self._prefills.is_on:
+            return True
+        partial = [one for one in self._queues.with_blocks if one.num_computed_tokens + 1 < one.num_tokens]
+        num_to_compute = head.num_tokens - self._num_found(head)
+        return self._prefills.lets_begin(num_to_compute, self._max_num_batched_tokens, partial)
+
+    def _find(self, head: Request, num_seats: int) -> list[Request]:
+        """Return who gives so many seats, and the blocks that are missing."""
         victims: list[Request] = []
         if num_seats > 0 and not self._take(head, victims, num_seats, _SEATS, _num_seats):
             return []
@@ -171,7 +191,7 @@ class MakingWay:
     def _last_of(self, tenant: str, victims: list[Request]) -> Request | None:
         """Return the last of a tenant's running requests that may go yet; the first of all in order never does."""
         running = self._queues.running
-        first = running[0].leader
+        first = min(running, key=_ORDER).leader  # who was let in last is at the end, whatever its order
         for request in reversed(running):
             self.num_looked_at += 1
             if request.tenant != tenant:

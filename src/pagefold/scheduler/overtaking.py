@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from pagefold.request import Request
 
-__all__ = ["MAX_LOOKED_AT", "MAX_OVERTAKEN", "Overtaking"]
+__all__ = ["MAX_LOOKED_AT", "MAX_OVERTAKEN", "beside", "has_passed"]
 
 MAX_OVERTAKEN = 32
 """By so many at most is a request overtaken while it waits for a place among long prompts."""
@@ -24,28 +24,21 @@ MAX_LOOKED_AT = 32
 """So many of the queue are looked at, from its head on."""
 
 
-class Overtaking:
-    """Counts by how many each of those that wait was overtaken."""
+def beside(request: Request, waiting: Sequence[Request]) -> Iterator[Request]:
+    """Yield who may go before ``request``, which has no place, in the order of the queue.
 
-    def __init__(self) -> None:
-        self._num_passed: dict[Request, int] = {}  # of those that wait
+    None comes behind somebody whom nobody may pass.
+    """
+    for other in islice(waiting, MAX_LOOKED_AT):
+        if other is not request:
+            yield other
+        if other.num_overtaken >= MAX_OVERTAKEN:
+            return
 
-    def beside(self, request: Request, waiting: Sequence[Request]) -> Iterator[Request]:
-        """Yield who may go before ``request``, which has no place, in the order of the queue.
 
-        None comes behind somebody whom nobody may pass.
-        """
-        if self._num_passed:
-            self._num_passed = {one: num for one, num in self._num_passed.items() if one in waiting}
-        for other in islice(waiting, MAX_LOOKED_AT):
-            if other is not request:
-                yield other
-            if self._num_passed.get(other, 0) >= MAX_OVERTAKEN:
-                return
-
-    def has_passed(self, request: Request, waiting: Sequence[Request]) -> None:
-        """Note that ``request``, which waits no more, has overtaken those of the queue that come before it."""
-        for other in waiting:
-            if other.order > request.order:
-                return
-            self._num_passed[other] = self._num_passed.get(other, 0) + 1
+def has_passed(request: Request, waiting: Sequence[Request]) -> None:
+    """Note that ``request``, which waits no more, has overtaken those of the queue that come before it."""
+    for other in waiting:
+        if other.order > request.order:
+            return
+        other.num_overtaken += 1

@@ -183,6 +183,8 @@ class LongestPrefixMatch(_FixedOrder):
             return head
         known, self._found = self._found, {}
         for request in islice(waiting, MAX_RANKED):
+            if request.num_preemptions and request is not head:  # it may lack room for a while, and the head does not
+                continue
             found = known.get(request)
             if found is None or not 0 <= now - found[0] < _RANK_S:
                 found = (now, num_cached(request))

@@ -178,8 +178,8 @@ class Relief:
         blocks = self._core.rules.of(hit.mask).blocks_of(hit)
         running = self._queues.with_blocks
         needed = self._needed_at_once(request, hit, None, num_steps) - self._num_kept_beside(blocks)
-        growing = [one for one in running if one.cache is not None and one.num_tokens > one.cache.capacity]
-        needed += sum(self._needs.growth(one) for one in growing)
+        growing = [one for one in running if num_steps or one.cache is None or one.num_tokens > one.cache.capacity]
+        needed += sum(self._needs.growth(one, num_steps) for one in growing if one.cache is not None)
         needed += sum(len(one.forks) for one in running) * self._core.num_groups
         missing = self._num_missing(needed, blocks)
         return missing if missing > 0 or self._rule.has_room(request, blocks, step_id, None) else 1

@@ -134,7 +134,7 @@ class Scheduler:
         admits = Admission(core, queues, streamer, relief, self.sessions, rule, self.policy, limits, emit)
         self._making_way: AnyMakingWay = NO_MAKING_WAY
         if self.policy.shares is not None:
-            self._making_way = MakingWay(core, queues, self.policy.shares, relief, limits.max_num_seqs)
+            self._making_way = MakingWay(core, queues, self.policy.shares, relief, limits)
         self._rows = RowPlanner(core, queues, relief, admits, limits, guardrails)
         self._look_ahead = LookAhead(core, queues, self._rows, self._making_way)
         self._queue_ahead = QueueAhead(queues, core, limits.max_num_seqs)

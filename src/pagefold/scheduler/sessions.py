@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from pagefold.events import SupersedeCause
     from pagefold.kv import KVCore, SequenceCache
     from pagefold.kv.block import Node
+    from pagefold.kv.pause_forecast import PauseForecast
     from pagefold.request import FinishReason, Request, SessionRef
 
 __all__ = ["MAX_SESSIONS_PER_TENANT", "SessionCounts", "Sessions"]
@@ -179,10 +180,10 @@ class Sessions:
     def preempted(self, request: Request) -> None:
         """Note that a request which runs lets go of its blocks, and waits again. To be told before it does."""
         found = self._open.get(request)
-        if found is None or request.cache is None or found.path is None or found.session.is_over:
+        if found is None or request.cache is None or found.session.is_over:
             return
         tail = self._take(request.cache, found.session.owner)
-        if tail is not None:
+        if tail is not None and found.path is not None:
             self._expectations.put(found.path, tail)
 
     def finished(self, request: Request, reason: FinishReason) -> None:
@@ -206,9 +207,10 @@ class Sessions:
         if tail is not None:
             self._expectations.put(path, tail)
         now_s = self._core.now_s
-        returns_in_s = request.returns_in_s if reason in ("stop", "length") else None
+        has_answer = reason in ("stop", "length") or request.is_cut_by_grammar
+        returns_in_s = request.returns_in_s if has_answer else None
         if session.num_open:
-            self._expectations.expect_at(path, now_s)
+            self._expectations.expect(path, self._forecast(session, returns_in_s), now_s)
         else:
             self._pause(session, now_s, returns_in_s)
 
@@ -281,12 +283,15 @@ class Sessions:
         """Expect a session back that has no request any more: as its client says, or as it was away before."""
         session.paused_s = now_s
         session.paths = [each for each in session.paths if each.tail is not None]
-        if said_s is None:
-            forecast = forecast_of(session.pauses, self._tenants[session.ref.tenant].pauses)
-        else:
-            forecast = said(said_s)
+        forecast = self._forecast(session, said_s)
         for each in session.paths:
             self._expectations.expect(each, forecast, now_s)
+
+    def _forecast(self, session: _Session, said_s: float | None) -> PauseForecast:
+        """Return how long a pause of ``session`` will be: as its client says, or as it was away before."""
+        if said_s is not None:
+            return said(said_s)
+        return forecast_of(session.pauses, self._tenants[session.ref.tenant].pauses)
 
     def _learn(self, session: _Session, pause_s: float) -> None:
         pause_s = max(0.0, pause_s)

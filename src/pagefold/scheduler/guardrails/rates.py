@@ -46,9 +46,12 @@ class Rates:
 
     @property
     def finished_per_s(self) -> float | None:
-        """Requests that leave a second, the drain rate; None before that was measured."""
+        """Requests that leave a second, the drain rate; None before that was measured.
+
+        As long as others wait and nobody has left, it is thought that one is about to: so it sinks from step to step.
+        """
         seconds = self.contended_s + self.open_s
-        return self.num_finished / seconds if self.num_finished and seconds > 0 else None
+        return max(self.num_finished, 1.0) / seconds if seconds > 0 else None
 
     def after(self, step: LandedStep) -> Rates:
         """Return the rates with what was measured of a step."""
