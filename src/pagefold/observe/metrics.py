@@ -274,8 +274,8 @@ class Metrics:
         )
         self._preemptions_by_cause = self._series.counters(
             "pagefold:preemptions_by_cause",
-            "The same by why: for one that runs and needed blocks (memory), or for one that waited and whose tenant had "
-            "less than its share (share).",
+            "The same by why: for one that ran and needed blocks (memory), or for one that waited, whose tenant had "
+            "less than its share.",
             "cause",
             get_args(PreemptionCause),
         )
