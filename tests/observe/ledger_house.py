@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from pagefold.events import Event
     from pagefold.observe.misses import Miss
-    from pagefold.request import WarmUp
+    from pagefold.request import SessionRef, WarmUp
 
 NS = Namespace(model="m").key()
 
@@ -68,6 +68,8 @@ class House:
         max_tokens: int = 1,
         prompt_logprobs: int | None = None,
         warm_up: WarmUp | None = None,
+        session: SessionRef | None = None,
+        returns_in_s: float | None = None,
         name: str | None = None,
     ) -> str:
         """Queue a request, and return its id."""
@@ -85,6 +87,8 @@ class House:
                 arrival_s=self.clock.now_s,
                 seed=self.num_made,
                 warm_up=warm_up,
+                session=session,
+                returns_in_s=returns_in_s,
             )
         )
         return name

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 import pytest
 from ledger_house import NS, House
 
-from pagefold.events import EvictionPolicySwitched, PrefixLookup, RequestAdded, RequestFinished
+from pagefold.events import EvictionPolicySwitched, PrefixLookup, RequestAdded, RequestFinished, RequestPreempted
 from pagefold.kv import KeepRule, Namespace
 from pagefold.kv.names import digest_of
 from pagefold.observe.misses import Cause
 from pagefold.observe.seen_paths import State, key_of
-from pagefold.request import WarmUp
+from pagefold.request import WarmUp, session_ref
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -97,6 +97,25 @@ def test_what_was_evicted_says_for_whom_and_by_what() -> None:
     assert miss.eviction.request_id == taker
     assert (miss.eviction.policy, miss.eviction.score) != ("", None)
     assert 7 <= miss.eviction.ago_s <= 10
+
+
+def test_what_a_session_edited_away_says_so() -> None:
+    house = House(num_blocks=16)
+    session = session_ref("acme", "s")
+    house.ask(TEXT[:16], session=session)
+    house.ask([*TEXT[:4], *range(500, 512)], session=session)  # edited: twelve tokens are superseded
+    house.ask(range(600, 648))
+    assert house.causes(house.ask(TEXT[:16])) == [(4, 16, "superseded")]
+    (miss,) = house.misses(house.ask(TEXT[:16]))
+    assert miss.cause is Cause.LAST_TOKEN, "what came back has lost its mark"
+
+
+def test_what_a_session_is_expected_back_for_last_says_so() -> None:
+    house = House(num_blocks=12)
+    house.ask(TEXT[:16], session=session_ref("acme", "s"), returns_in_s=300.0)
+    house.ask(range(500, 516), session=session_ref("acme", "t"), returns_in_s=30.0)
+    house.ask(range(600, 619), session=session_ref("acme", "u"), returns_in_s=30.0)
+    assert {cause for _, _, cause in house.causes(house.ask(TEXT[:16]))} >= {"session"}
 
 
 def test_an_eviction_is_by_whom_auto_followed_then() -> None:
@@ -213,9 +232,19 @@ def test_a_preempted_request_computes_again() -> None:
     assert len(preempted) == 1
     (record,) = preempted
     assert record.preemptions[0].request_id == (first if record is records[1] else second)
+    assert record.preemptions[0].cause == "memory"
     assert record.recomputed
     assert all(miss.cause is Cause.PREEMPTED for miss in record.recomputed)
     assert {wait.cause for wait in record.waits} >= {"memory"}
+
+
+def test_who_made_way_for_anothers_share_is_told_so() -> None:
+    house = House()
+    name = house.send(TEXT, max_tokens=8)
+    house.step()
+    house.emit(RequestPreempted(name, 40, 0.5, 0.0, cause_request_id="other", cause="share"))
+    (record,) = house.ledger.records(name)
+    assert [(one.cause, one.request_id) for one in record.preemptions] == [("share", "other")]
 
 
 def test_waits_are_told_by_what_was_waited_for() -> None:

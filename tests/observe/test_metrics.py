@@ -21,17 +21,23 @@ from pagefold.events import (
     FirstToken,
     NextTokens,
     OutputFinished,
+    PathSuperseded,
     PinCause,
     PinDropped,
+    PreemptionCause,
     PrefixLookup,
     PrefixMissed,
     PromptFinished,
     RequestFinished,
     RequestPreempted,
+    SessionClosed,
     StepAbandoned,
     StepApplied,
+    StepPlanned,
+    SupersedeCause,
     TierRead,
     TierWritten,
+    WaitCause,
     length_class,
 )
 from pagefold.memory.cache_size import CacheSize
@@ -68,6 +74,30 @@ def test_lookups_after_a_preemption_are_no_hits(metrics):
     metrics.emit(PrefixLookup("a", 120, 96, after_preemption=True))
     assert value(metrics, "vllm:prefix_cache_queries_total") == 100
     assert value(metrics, "vllm:prefix_cache_hits_total") == 32
+
+
+def test_preemptions_count_by_cause_beside_all(metrics):
+    for cause in ("memory", "share", "share"):
+        metrics.emit(RequestPreempted("a", 10, 1.0, 0.5, cause_request_id="b", cause=cause))
+    assert value(metrics, "vllm:num_preemptions_total") == 3
+    by_cause = [value(metrics, "pagefold:preemptions_by_cause_total", cause=one) for one in get_args(PreemptionCause)]
+    assert by_cause == [1, 2]
+
+
+def test_steps_count_by_what_the_next_request_waits_for(metrics):
+    for number, cause in enumerate(("growth", None, "growth", "seats")):
+        metrics.emit(StepPlanned(number, 0.0, num_rows=1, num_tokens=1, num_read=1, waits_for=cause))
+    told = {one: value(metrics, "pagefold:steps_with_waiting_total", cause=one) for one in get_args(WaitCause)}
+    assert told == dict.fromkeys(get_args(WaitCause), 0) | {"growth": 2, "seats": 1}
+
+
+def test_what_sessions_give_up_is_counted(metrics):
+    metrics.emit(PathSuperseded(3, "edited"))
+    metrics.emit(PathSuperseded(4, "ended"))
+    metrics.emit(SessionClosed(b"t", b"s", num_sessions=2, num_blocks=4, num_running=0))
+    by_cause = [value(metrics, "pagefold:blocks_superseded_total", cause=one) for one in get_args(SupersedeCause)]
+    assert by_cause == [3, 4]
+    assert value(metrics, "pagefold:sessions_ended_total") == 2
 
 
 def test_prompts_count_at_their_first_token(metrics):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import threading
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import pytest
 from local_server import PATIENCE_S, LocalServer, error_of, until
 
 from pagefold.config import Account
+from pagefold.events import PreemptionCause, WaitCause
+from pagefold.server.explanations import _PREEMPTIONS, _WAITS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -77,6 +79,11 @@ def test_a_changing_day_in_the_system_prompt_is_found(server: LocalServer) -> No
     assert difference["own_text"].strip().startswith("second of May")
     assert difference["nearest_text"].strip().startswith("first of May")
     assert request["cached_tokens"] == second["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def test_every_cause_of_a_wait_and_of_a_preemption_is_told() -> None:
+    assert set(get_args(WaitCause)) <= set(_WAITS)
+    assert set(get_args(PreemptionCause)) == set(_PREEMPTIONS)
 
 
 def test_every_prompt_of_a_request_is_told(server: LocalServer) -> None:

@@ -84,6 +84,22 @@ def test_full_mode_tells_what_requests_met():
     assert all(0 <= each["use"] <= 1 for each in over_time)
 
 
+def test_admission_and_scheduling_policy_are_the_servers():
+    asked = SMALL, "--policy", "lru", "--cache-tokens", "4000"
+    told = {rule: answer(*asked, "--admission", rule) for rule in ("predicted", "prompt", "max_tokens")}
+    assert answer(*asked) == told["predicted"]
+    assert told["prompt"]["num_preemptions"] > told["max_tokens"]["num_preemptions"] == 0
+    assert {rule: each["admission"] for rule, each in told.items()} == {rule: rule for rule in told}
+    many = "chat:num_chats=80", "--policy", "lru", "--cache-tokens", "6k", "--max-num-seqs", "8"
+    found = {name: answer(*many, "--scheduling-policy", name) for name in ("fcfs", "lpm")}
+    assert answer(*many) == found["fcfs"]
+    assert found["lpm"]["scheduling_policy"] == "lpm"
+    assert found["lpm"]["token_hit_ratio"] > found["fcfs"]["token_hit_ratio"]
+    output = run(*asked, "--scheduling-policy", "fair", "--admission", "prompt").output
+    assert "scheduling policy: fair, admission: prompt" in output
+    assert "admission" not in answer(SMALL, "--cache-only", "--cache-tokens", "4k")
+
+
 def test_where_a_share_of_older_tokens_is_kept_more_run_at_once():
     asked = "retrieval:num_requests=120,seed=1", "--policy", "lru", "--cache-tokens", "10k"
     running = [answer(*asked, *keep)["mean_running"] for keep in ((), ("--kv-keep", "0.5"), ("--kv-keep", "0.25"))]
@@ -200,6 +216,10 @@ def test_without_matplotlib_a_picture_is_refused_before_anything_runs(monkeypatc
         ([SMALL, "--kv-keep", "0.5", "--host-tokens", "9k"], "kv_keep does not go with tiers"),
         ([SMALL, "--kv-keep", "0.5", "--block-size", "24"], "kv_keep takes chunks of 256 tokens apart"),
         ([SMALL, "--max-num-seqs", "600"], "max_num_seqs is 600"),
+        ([SMALL, "--admission", "all"], "admission is 'all'. It must be one of predicted, "),
+        ([SMALL, "--admission", ""], "admission is ''."),
+        ([SMALL, "--scheduling-policy", "lifo"], "scheduling_policy is 'lifo'. It must be one of fcfs, priority, "),
+        ([SMALL, "--cache-only", "--admission", "prompt"], "--admission says nothing to the cache alone"),
         ([SMALL, "--device", "H100-80GB"], "No model is named"),
         ([SMALL, "--model", "gpt2"], "Give --device or --calibrate"),
         ([SMALL, "--device", "H100", "--step-cost", "x"], "Several flags"),

@@ -114,7 +114,7 @@ def _request(request: dict[str, Any]) -> Iterator[str]:
         yield f"  waited {wait['ms']:,.1f} ms: {wait['told']}"
     for preemption in request["preemptions"]:
         whose = preemption["for"] or "another request"
-        yield f"  gave its memory to {whose}, with {_tokens(preemption['tokens'])} computed"
+        yield f"  gave its memory to {whose}, with {_tokens(preemption['tokens'])} computed: {preemption['told']}"
 
 
 def _miss(miss: dict[str, Any]) -> Iterator[str]:

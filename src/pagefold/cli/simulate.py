@@ -121,6 +121,16 @@ def simulate(  # noqa: PLR0913 - one parameter a flag
     max_num_batched_tokens: Annotated[
         int | None, typer.Option(help="Tokens computed in one step.", rich_help_panel=_TIME)
     ] = None,
+    scheduling_policy: Annotated[
+        str | None,
+        typer.Option(help="Who goes first: fcfs, priority, lpm or fair [fcfs].", rich_help_panel=_TIME),
+    ] = None,
+    admission: Annotated[
+        str | None,
+        typer.Option(
+            help="When who waits is let in: predicted, prompt or max_tokens [predicted].", rich_help_panel=_TIME
+        ),
+    ] = None,
     step_cost: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="What a step takes, as --calibrate wrote it.", rich_help_panel=_TIME),
@@ -163,6 +173,7 @@ def simulate(  # noqa: PLR0913 - one parameter a flag
 
     A recording of the server is replayed step by step if nothing else is asked of it.
     """
+    turns = (("--scheduling-policy", scheduling_policy), ("--admission", admission))
     asked = _asked(
         ("--policy", policy),
         ("--cache-tokens", cache_tokens),
@@ -181,6 +192,7 @@ def simulate(  # noqa: PLR0913 - one parameter a flag
         ("--fault-seed", fault_seed),
         ("--max-num-seqs", max_num_seqs),
         ("--max-num-batched-tokens", max_num_batched_tokens),
+        *turns,
         ("--step-cost", step_cost),
         ("--model", model),
         ("--device", device),
@@ -189,7 +201,7 @@ def simulate(  # noqa: PLR0913 - one parameter a flag
         ("--html", html),
         ("--png", png),
     )
-    from pagefold.sim.comparison import Limits, Question, compare  # noqa: PLC0415 - so that --help answers at once
+    from pagefold.sim.comparison import Limits, Question, Turns, compare  # noqa: PLC0415 - so that --help answers at once
     from pagefold.sim.traces.read_recording import is_recording  # noqa: PLC0415
 
     try:
@@ -207,6 +219,8 @@ def simulate(  # noqa: PLR0913 - one parameter a flag
             if not asked:
                 replay(Path(trace), as_json=as_json, is_shown=not (quiet or as_json))
                 return
+        if cache_only:
+            _refuse(_asked(*turns), "the cache alone, where nobody waits")
         for file in (html, png, calibrate):
             if file is not None:
                 check_writable(file)
@@ -238,6 +252,10 @@ def simulate(  # noqa: PLR0913 - one parameter a flag
                 max_num_batched_tokens=(
                     defaults.max_num_batched_tokens if max_num_batched_tokens is None else max_num_batched_tokens
                 ),
+            ),
+            turns=Turns(
+                admission="predicted" if admission is None else admission,
+                scheduling_policy="fcfs" if scheduling_policy is None else scheduling_policy,
             ),
             step_cost=machine.step_cost,
             tiers=tiers,

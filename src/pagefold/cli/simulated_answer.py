@@ -76,6 +76,8 @@ def print_comparison(comparison: Comparison, trace: Trace, *, as_json: bool) -> 
         if comparison.bounds is not None:
             console.print("Bounds are of prompts alone: what was answered is cached too, and may be found beyond them.")
         show_table(console, "What requests met, in virtual time", timed_rows(comparison))
+        turns = comparison.question.turns
+        console.print(f"scheduling policy: {turns.scheduling_policy}, admission: {turns.admission}", markup=False)
     if comparison.curves is not None:
         show_table(console, "Miss-ratio curve of LRU", curve_rows(comparison))
         console.print(f"mean absolute error of the sampled curve: {comparison.curves.error:.5f}")

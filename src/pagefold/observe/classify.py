@@ -31,6 +31,13 @@ _AROUND = 12
 
 _AS_FAR = "as far as is remembered"
 
+_MARKED = {
+    Mark.SUPERSEDED: Cause.SUPERSEDED,
+    Mark.PIN_EXPIRED: Cause.PIN_EXPIRED,
+    Mark.SESSION: Cause.SESSION,
+}
+"""Marks of what was evicted, to the cause that each makes; the first that is there tells."""
+
 _FIELDS = {"layout": "kv_quality"}
 """What users call a field of a namespace, where that is another name."""
 
@@ -225,8 +232,7 @@ class _Classifier:
         elif self._lookup.has_tiers:
             cause = Cause.NOT_IN_TIERS
         else:
-            had_pin = self._paths.has(entry, Mark.PIN_EXPIRED)
-            cause = Cause.PIN_EXPIRED if had_pin else Cause.EVICTED
+            cause = next((cause for mark, cause in _MARKED.items() if self._paths.has(entry, mark)), Cause.EVICTED)
         return place.miss(cause, eviction)
 
     def _eviction(self, entry: int) -> Eviction:

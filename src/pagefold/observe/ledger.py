@@ -72,6 +72,9 @@ _MOST_TIER_MISSES = 4096
 _MOST_TURNS = 4096
 _LEAST_PREFILL, _LEAST_PREFILL_A_ROW = 64, 16
 """A step of fewer tokens, or of fewer a sequence, says little of what prefills take."""
+_BY_SESSION = {"superseded": Mark.SUPERSEDED, "session": Mark.SESSION}
+"""Rules of evictions that sessions are the reason of, to the marks of what goes."""
+
 _WEIGHT = 0.2
 """Of the newest measurement in the mean."""
 
@@ -366,7 +369,7 @@ class Ledger(Subscriber):
     def _on_request_preempted(self, event: RequestPreempted) -> None:
         record = self._records.named(event.request_id)
         if record is not None:
-            given_up = Preemption(self._clock(), event.num_computed_tokens, event.cause_request_id)
+            given_up = Preemption(self._clock(), event.num_computed_tokens, event.cause_request_id, event.cause)
             record.preemptions += (given_up,)
             record.given_up = {**(record.given_up or {}), event.request_id: given_up}
 
@@ -430,6 +433,8 @@ class Ledger(Subscriber):
             self.paths.blame(entry, number)
         else:
             self.paths.evict(entry, self._clock(), number, event.score)
+            if event.rule in _BY_SESSION:
+                self.paths.mark(entry, _BY_SESSION[event.rule])
 
     def _on_policy_switched(self, event: EvictionPolicySwitched) -> None:
         self._turns_of_policies.append((self._clock(), event.policy))

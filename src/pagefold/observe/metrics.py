@@ -19,8 +19,10 @@ from pagefold.events import (
     NextTokens,
     OutputFinished,
     OutputForecastChecked,
+    PathSuperseded,
     PinCause,
     PinDropped,
+    PreemptionCause,
     PrefixLookup,
     PrefixMissed,
     PromptFinished,
@@ -29,8 +31,12 @@ from pagefold.events import (
     RequestPreempted,
     RequestRefused,
     RequestStreamed,
+    SessionClosed,
     StepAbandoned,
     StepApplied,
+    StepPlanned,
+    SupersedeCause,
+    WaitCause,
 )
 from pagefold.kv import AUTO, POLICIES
 from pagefold.observe.gauges import Gauges
@@ -115,6 +121,7 @@ class Metrics:
             NextTokens: self._on_next_tokens,
             OutputFinished: self._on_output_finished,
             OutputForecastChecked: self._on_forecast_checked,
+            PathSuperseded: self._on_path_superseded,
             PinDropped: self._on_pin_dropped,
             PrefixLookup: self._on_prefix_lookup,
             PrefixMissed: self._on_prefix_missed,
@@ -123,8 +130,10 @@ class Metrics:
             RequestPreempted: self._on_request_preempted,
             RequestRefused: self._on_request_refused,
             RequestStreamed: self._on_request_streamed,
+            SessionClosed: self._on_session_closed,
             StepAbandoned: self._on_step_abandoned,
             StepApplied: self._on_step_applied,
+            StepPlanned: self._on_step_planned,
             **TierMetrics(self._series).on,
         }
 
@@ -262,6 +271,30 @@ class Metrics:
         )
         self._preemptions = self._series.counter(
             "vllm:num_preemptions", "Times that a running request gave its blocks back."
+        )
+        self._preemptions_by_cause = self._series.counters(
+            "pagefold:preemptions_by_cause",
+            "The same by why: for one that ran and needed blocks (memory), or for one that waited, whose tenant had "
+            "less than its share.",
+            "cause",
+            get_args(PreemptionCause),
+        )
+        self._held_steps = self._series.counters(
+            "pagefold:steps_with_waiting",
+            "Steps behind which somebody waited, by what who is next waits for, and with it all behind: seats, memory, "
+            "growth, prefills, tokens or apart, as /v1/explain tells it.",
+            "cause",
+            get_args(WaitCause),
+        )
+        self._superseded = self._series.counters(
+            "pagefold:blocks_superseded",
+            "Cached blocks that lost their value: a session edited them away (edited), or it had ended (ended). One "
+            "that somebody uses again has it again.",
+            "cause",
+            get_args(SupersedeCause),
+        )
+        self._sessions_ended = self._series.counter(
+            "pagefold:sessions_ended", "Agents' sessions that clients ended, those of their sub-agents included."
         )
         self._corrupted = self._series.counter(
             "vllm:corrupted_requests",
@@ -501,6 +534,16 @@ class Metrics:
         self._request_choices.observe(event.num_choices)
         self._request_longest_tokens.observe(event.num_longest_tokens)
 
+    def _on_path_superseded(self, event: PathSuperseded) -> None:
+        self._superseded[event.cause].inc(event.num_blocks)
+
+    def _on_session_closed(self, event: SessionClosed) -> None:
+        self._sessions_ended.inc(event.num_sessions)
+
+    def _on_step_planned(self, event: StepPlanned) -> None:
+        if event.waits_for is not None:
+            self._held_steps[event.waits_for].inc()
+
     def _on_pin_dropped(self, event: PinDropped) -> None:
         self._pins_dropped[event.cause].inc()
 
@@ -513,8 +556,9 @@ class Metrics:
     def _on_request_corrupted(self, _event: RequestCorrupted) -> None:
         self._corrupted.inc()
 
-    def _on_request_preempted(self, _event: RequestPreempted) -> None:
+    def _on_request_preempted(self, event: RequestPreempted) -> None:
         self._preemptions.inc()
+        self._preemptions_by_cause[event.cause].inc()
 
     def _on_request_refused(self, event: RequestRefused) -> None:
         self._refused[event.reason].inc()

@@ -19,6 +19,8 @@ class Cause(Enum):
     COMPUTING = "computing"
     EVICTED = "evicted"
     PIN_EXPIRED = "pin_expired"
+    SUPERSEDED = "superseded"
+    SESSION = "session"
     WINDOW_GONE = "window_gone"
     RESET = "reset"
     DISTRUSTED = "distrusted"
@@ -57,6 +59,8 @@ _TOLD = {
     Cause.COMPUTING: "another request was just computing the same",
     Cause.EVICTED: "they were cached, and others needed the memory",
     Cause.PIN_EXPIRED: "they were pinned, the pin expired, and then others needed the memory",
+    Cause.SUPERSEDED: "their session had edited them away, or had ended, and others needed the memory",
+    Cause.SESSION: "their session was expected back later than others, and those needed the memory",
     Cause.WINDOW_GONE: "they are cached, but not what layers with a window need behind them",
     Cause.RESET: "the cache was reset",
     Cause.DISTRUSTED: "they were dropped: the model computed no numbers for a request that shared them",
@@ -77,6 +81,8 @@ _REMEDIES = {
     Cause.COMPUTING: "Send the first request of a burst alone, or warm the prefix.",
     Cause.EVICTED: "Give the cache more memory, or a tier behind the device, or pin what must stay.",
     Cause.PIN_EXPIRED: "Pin for longer.",
+    Cause.SUPERSEDED: "Give branches that go on side by side a session each, and end it when it is done.",
+    Cause.SESSION: "Say returns_in_s, so that the pause is known; or give the cache more memory.",
     Cause.WINDOW_GONE: "Give the cache more memory: windows of the past are the first to go.",
     Cause.NOT_IN_TIERS: "Give the tiers more room.",
     Cause.TIER_FAILED: "Look at the disk or the store, and at pagefold:tier_blocks_missed.",

@@ -13,7 +13,7 @@ from pagefold.observe.nearest_prompts import NearestPrompts
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pagefold.events import FetchOutcome
+    from pagefold.events import FetchOutcome, PreemptionCause
     from pagefold.observe.misses import Miss
     from pagefold.observe.nearest_prompts import Nearest
 
@@ -40,11 +40,13 @@ class Preemption(NamedTuple):
         at_s: when, on the ledger's clock.
         num_tokens: that it had computed.
         request_id: for whom.
+        cause: why, as of :class:`~pagefold.events.RequestPreempted`.
     """
 
     at_s: float
     num_tokens: int
     request_id: str
+    cause: PreemptionCause
 
 
 @dataclass(slots=True, eq=False)

@@ -57,6 +57,10 @@ class Mark(IntFlag):
     """A pin had kept it, until its time was up."""
     PART_GONE = 32
     """Some of its blocks have gone, and not all."""
+    SUPERSEDED = 64
+    """It had to go since its session had edited it away, or had ended."""
+    SESSION = 128
+    """It had to go since its session was expected back last."""
 
 
 _STATE = 7

@@ -190,7 +190,8 @@ def _simulate(pool: Pool, workload: Workload, expected: float, scale: float, *, 
     num_seqs = min(pool.max_num_seqs or pool.max_num_batched_tokens, pool.max_num_batched_tokens)
     # What is preempted finds its own blocks again, and nothing else comes back: the cheapest policy will do.
     core = KVCore(pool.num_blocks, block_size=pool.block_size, rules=pool.rules, policy=make_policy("lru"))
-    scheduler = Scheduler(core, SchedulerLimits(num_seqs, pool.max_num_batched_tokens), emit=watch)
+    limits = SchedulerLimits(num_seqs, pool.max_num_batched_tokens)
+    scheduler = Scheduler(core, limits, admission="predicted", emit=watch)  # as a server does by default
     runner = NullRunner()
     rng = Random(0)  # noqa: S311 - a workload, no secret
     shared = workload.prefix_len if with_sharing else 0

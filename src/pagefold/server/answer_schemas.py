@@ -374,6 +374,8 @@ class _ToldWait(BaseModel):
 
 class _ToldPreemption(BaseModel):
     tokens: int
+    cause: str
+    told: str
     for_: str | None = Field(alias="for")
 
 

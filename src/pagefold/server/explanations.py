@@ -31,11 +31,18 @@ _MOST_MESSAGE_BYTES = 4096
 _WAITS = {
     "seats": "all places were taken (--max-num-seqs)",
     "memory": "others had the memory that it needed",
+    "growth": "what was free was promised to those that run (--admission)",
+    "prefills": "others had the places among prompts that are partly computed (--max-num-partial-prefills)",
     "tokens": "others had all tokens of the steps (--max-num-batched-tokens)",
     "apart": "a step had failed, and it was looked for whose fault that was",
     "step": "a step was running",
     "forgotten": "it waited so long that what for is forgotten",
     "tier": "a tier behind the device was asked for what it has",
+}
+
+_PREEMPTIONS = {
+    "memory": "another that ran needed the memory",
+    "share": "its tenant had more than its share (--scheduling-policy fair)",
 }
 
 
@@ -236,7 +243,13 @@ class Explanations:
                 for cause, seconds in record.waits
             ],
             "preemptions": [
-                {"tokens": one.num_tokens, "for": self._visible(one.request_id, reader)} for one in record.preemptions
+                {
+                    "tokens": one.num_tokens,
+                    "cause": one.cause,
+                    "told": _PREEMPTIONS[one.cause],
+                    "for": self._visible(one.request_id, reader),
+                }
+                for one in record.preemptions
             ],
             "recomputed": [self._miss(miss, reader, record.tenant) for miss in record.recomputed],
         }

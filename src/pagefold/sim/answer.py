@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING, NamedTuple
 
 from pagefold.sim.report import Report
@@ -125,6 +126,7 @@ def figures(comparison: Comparison) -> dict[str, object]:
     told: dict[str, object] = {
         "trace": question.name,
         "mode": "cache-only" if question.is_cache_only else "full",
+        **({} if question.is_cache_only else asdict(question.turns)),
         **{name: value for name, value in runs[0].items() if name != "over_time"},
         "runs": runs,
     }

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 from pagefold.errors import ConfigError
 from pagefold.kv.keep import KEEP_ALL, KeepRule
 from pagefold.kv.policies import POLICIES
+from pagefold.scheduler import ADMISSION_RULES, SCHEDULING_POLICIES
 from pagefold.sim.cache_only import BELADY, CacheOnlyReport, replay_cache_only
 from pagefold.sim.curves import HitCurve, lru_curve, mean_error
 from pagefold.sim.keeping_runner import KeepingRunner, packing_rules
@@ -26,7 +27,18 @@ if TYPE_CHECKING:
     from pagefold.sim.traces.request import TraceRequest
     from pagefold.steps import Runner
 
-__all__ = ["Bounds", "Comparison", "Curves", "Limits", "Progress", "Question", "Run", "compare", "policy_names"]
+__all__ = [
+    "Bounds",
+    "Comparison",
+    "Curves",
+    "Limits",
+    "Progress",
+    "Question",
+    "Run",
+    "Turns",
+    "compare",
+    "policy_names",
+]
 
 Progress: TypeAlias = "Callable[[str, int, int], None]"
 """Called with what is being run, how many requests are done, and how many there are."""
@@ -50,6 +62,19 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Turns:
+    """Who goes first, and when; names as in ``EngineConfig``.
+
+    Attributes:
+        admission: when a request that waits is let in.
+        scheduling_policy: who goes first.
+    """
+
+    admission: str = "predicted"
+    scheduling_policy: str = "fcfs"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
     """What is to be compared.
 
@@ -62,6 +87,7 @@ class Question:
         block_size: tokens a block.
         is_cache_only: prompts one after another, with no timing, and outputs not cached.
         limits: of a step, where there is timing.
+        turns: who goes first, and when, where there is timing.
         step_cost: seconds that a step takes, where there is timing.
         runner: what samples, where there is timing.
         tiers: what is behind the cache, where there is timing.
@@ -83,6 +109,7 @@ class Question:
     block_size: int = 16
     is_cache_only: bool = False
     limits: Limits = field(default_factory=Limits)
+    turns: Turns = field(default_factory=Turns)
     step_cost: StepCost = field(default_factory=LinearStepCost)
     runner: Runner = field(default_factory=NullRunner)
     tiers: TierModel = field(default_factory=TierModel)
@@ -98,6 +125,7 @@ class Question:
                 msg = f"There is no policy {name!r}."
                 raise ConfigError(msg, remedy=f"There are {', '.join(known)}.")
         self._check_mode()
+        self._check_turns()
         if self.kv_keep is not None:
             self._check_keep(self.kv_keep)
         if not 1 <= self.block_size <= MAX_TOKENS:
@@ -120,6 +148,13 @@ class Question:
         if self.tiers.host_tokens and self.is_cache_only:
             msg = "Tiers take time, and --cache-only has none."
             raise ConfigError(msg, remedy="Leave --cache-only out, or the tiers.")
+
+    def _check_turns(self) -> None:
+        if self.turns.admission not in ADMISSION_RULES:
+            raise _bad("admission", repr(self.turns.admission), f"one of {', '.join(ADMISSION_RULES)}")
+        if self.turns.scheduling_policy not in SCHEDULING_POLICIES:
+            allowed = f"one of {', '.join(SCHEDULING_POLICIES)}"
+            raise _bad("scheduling_policy", repr(self.turns.scheduling_policy), allowed)
 
     def _check_keep(self, share: float) -> None:
         if not 0 < share < 1:
@@ -260,6 +295,8 @@ def _run(question: Question, policy: str, cache_tokens: int, progress: Progress 
             eviction_policy=policy,
             tiers=question.tiers,
             rules=rules,
+            admission=question.turns.admission,
+            scheduling_policy=question.turns.scheduling_policy,
         )
         timed = question.timed or question.requests
         report = simulate(timed, config, step_cost=question.step_cost, runner=runner, progress=told)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from pagefold.errors import BudgetTooSmallError
 from pagefold.kv import KEEP_ALL, KeepRule, KVCore, make_policy
-from pagefold.scheduler import Scheduler, SchedulerLimits, Tiering
+from pagefold.scheduler import SCHEDULING_POLICIES, Scheduler, SchedulerLimits, Tiering
 from pagefold.scheduler.times import tell_tokens
 from pagefold.sim.arrivals import AnyRequest, Arrivals
 from pagefold.sim.clock import VirtualClock
@@ -27,6 +27,9 @@ __all__ = ["SimConfig", "replay", "simulate"]
 _PROBE_TOKENS = 256
 """What prefilling takes is asked with so many tokens, as a server measures it."""
 
+_AGING_S = 60.0
+"""Seconds of waiting that policies look at: what ``--priority-aging-s`` is where a server is told nothing."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimConfig:
@@ -42,6 +45,7 @@ class SimConfig:
         tiers: what is behind the pool.
         rules: what each cache group keeps; each has blocks of its own of a sequence.
         admission: when a request that waits is let in.
+        scheduling_policy: who goes first.
     """
 
     num_blocks: int
@@ -53,6 +57,7 @@ class SimConfig:
     tiers: TierModel = field(default_factory=TierModel)
     rules: tuple[KeepRule, ...] = (KEEP_ALL,)
     admission: str = "predicted"
+    scheduling_policy: str = "fcfs"
 
 
 def simulate(
@@ -91,7 +96,8 @@ def simulate(
         emit=tally,
     )
     limits = SchedulerLimits(config.max_num_seqs, config.max_num_batched_tokens)
-    scheduler = Scheduler(core, limits, admission=config.admission, emit=tally)
+    policy = SCHEDULING_POLICIES[config.scheduling_policy](_AGING_S)
+    scheduler = Scheduler(core, limits, policy=policy, admission=config.admission, emit=tally)
     clock = VirtualClock()
 
     def whole_cost(plan: StepPlan) -> float:
