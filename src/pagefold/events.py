@@ -269,9 +269,10 @@ class CacheReset:
     """Every prefix is forgotten, by request."""
 
 
-PinCause: TypeAlias = Literal["expired", "memory", "removed", "renewed", "reset", "corrupted", "quota"]
+PinCause: TypeAlias = Literal["expired", "memory", "removed", "renewed", "reset", "corrupted", "quota", "superseded"]
 """Why a pin is no more: its time was up, a request needed the memory, it was asked for, another pin took its place, or
-the cache was reset, or its blocks are not trusted any more; ``quota`` for one that never came to be."""
+the cache was reset, or its blocks are not trusted any more; ``quota`` for one that never came to be, or yielded to
+another; ``superseded`` for one of what a session's client has edited away, or of a session that has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,6 +305,7 @@ class RequestAdded:
         session: digests of its tenant, its session, and the parent of that (empty for none); None for no session.
         pin: if it only warms the cache and pins what it computed: (seconds until the pin expires, priority).
         message_ends: positions behind the messages of its prompt.
+        hint_pins: (tokens, seconds) of beginnings of its prompt that are pinned if there is room for it.
         has_stop_strings: whether a text may end it.
         has_beams: whether these are beams of a search, whose tokens are known at the end.
         tenant, weight: as in ``Request``.
@@ -321,6 +323,7 @@ class RequestAdded:
     returns_in_s: float | None
     pin: tuple[float | None, float] | None
     message_ends: Sequence[int] = ()
+    hint_pins: Sequence[tuple[int, float]] = ()
     has_stop_strings: bool = False
     has_beams: bool = False
     tenant: str = ""

@@ -75,7 +75,7 @@ from pagefold.kv import (
     audit,
     make_policy,
 )
-from pagefold.request import Request, RequestStatus, SessionRef, StopRule, WarmUp, session_ref
+from pagefold.request import HintPin, Request, RequestStatus, SessionRef, StopRule, WarmUp, hints_within, session_ref
 from pagefold.sampling import SamplingParams
 from pagefold.scheduler import SCHEDULING_POLICIES, Guardrails, PrefillLimits, Scheduler, SchedulerLimits, Targets
 from pagefold.scheduler.making_way import MOST_WAYS_MADE
@@ -295,6 +295,8 @@ class Machine:
         num_samples = num_samples if warm_up is None else 1
         max_total = len(tokens) if num_new % 13 == 0 else max_total
         tenant = TENANTS[(own + which) % len(TENANTS)]
+        num_hinted = (1 + which % 11, 1 + own % 23) if warm_up is None and which % 3 == 1 else ()
+        hints = hints_within((HintPin(each, 1.0 + num_new % 30) for each in num_hinted), len(tokens))
         samples = [
             Request(
                 request_id if not index else f"{request_id}/{index}",
@@ -308,6 +310,7 @@ class Machine:
                 parent_id=request_id,
                 sample_index=index,
                 warm_up=warm_up,
+                hint_pins=() if index else hints,
                 message_ends=tuple(range(1 + own % 7, len(tokens), 7)),
                 mask=mask,
                 tenant=tenant,

@@ -26,7 +26,7 @@ from pagefold.engine.request_checks import RequestChecks
 from pagefold.errors import InvalidRequestError
 from pagefold.events import Emit, ignore
 from pagefold.memory.cache_size import CacheSize
-from pagefold.request import ANYBODY, Caller, Request, StopRule
+from pagefold.request import ANYBODY, Caller, Request, StopRule, hints_within
 from pagefold.scheduler import MAX_EXPECTED_BYTES, NO_TIERING
 from pagefold.scheduler.times import tell_tokens
 from pagefold.steps import DamagedBlocksError
@@ -204,6 +204,7 @@ class Engine:
             speculation = None
         to_match = matchers(sampling, grammar, self.limits.vocab_size, self.tokenizer)
         session = caller.session
+        hints = hints_within(caller.hint_pins, len(prompt_token_ids))
         samples = [
             Request(
                 sample_id,
@@ -223,6 +224,7 @@ class Engine:
                 warm_up=caller.warm_up,
                 returns_in_s=caller.returns_in_s,
                 session=session,
+                hint_pins=() if index else hints,
                 message_ends=ends,
                 speculation=speculation,
                 predicted=caller.predicted[: max_total - len(prompt_token_ids)],  # more of it cannot come

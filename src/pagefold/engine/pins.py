@@ -20,13 +20,14 @@ class PinStatus:
     """A pin, now.
 
     Attributes:
-        pin_id: the id of the request that warmed it.
+        pin_id: the id of the request that warmed it, or brought the hint.
         tenant, cache_salt: who can find its blocks.
         num_tokens: of its prefix; whoever goes on behind them finds all that is needed.
         num_blocks: that it keeps, alone or with others: fewer than these tokens fill where not all are kept.
         retention_priority: what is left of it.
         age_s: seconds since it was pinned.
         ttl_left_s: seconds until it expires; None for never.
+        is_hint: whether a client's breakpoint has made it, and nobody was promised it.
     """
 
     pin_id: str
@@ -37,6 +38,7 @@ class PinStatus:
     retention_priority: float
     age_s: float
     ttl_left_s: float | None
+    is_hint: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,7 @@ def report_pins(core: KVCore, now_s: float) -> PinReport:
                 retention_priority=pins.priority_at(pin, now_s),
                 age_s=now_s - pin.pinned_at_s,
                 ttl_left_s=None if isinf(pin.expires_at_s) else pin.expires_at_s - now_s,
+                is_hint=pin.by is not None,
             )
         )
     return PinReport(

@@ -85,9 +85,10 @@ class RequestChecks:
         packed, mask = request.packed(), request.mask
         known = core.match(request.namespace, packed, request.num_prompt_tokens, mask=mask).nodes
         num_new = core.pins.num_new_blocks(known, num_blocks, mask=mask)
-        if core.pins.num_blocks + num_new > core.pins.max_blocks:
+        num_pinned = core.pins.num_blocks - core.pins.num_hinted(known)  # hints yield
+        if num_pinned + num_new > core.pins.max_blocks:
             msg = (
-                f"{core.pins.num_blocks} of at most {core.pins.max_blocks} blocks are pinned, and this prompt would "
+                f"{num_pinned} of at most {core.pins.max_blocks} blocks are pinned, and this prompt would "
                 f"pin {num_new} more."
             )
             raise PinQuotaError(

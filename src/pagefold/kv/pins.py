@@ -5,6 +5,10 @@ those that whoever goes on behind the tail needs. They are CACHED as ever, but n
 claim: before a request is preempted or made to wait for memory, pins are given up, those of least priority first, and
 their blocks are evictable again. So a pin never blocks a request for ever.
 
+A *hint* is a pin that a tenant's client has wished for, and nobody was promised. It is worth less than any other pin.
+Where all are not allowed at once, the oldest hints of the same tenant yield to a new one, and anybody's to a pin that
+is none.
+
 Pure: time is passed in, in seconds of any clock that does not go back.
 """
 
@@ -19,15 +23,35 @@ from pagefold.events import Emit, PinCause, PinDropped
 from pagefold.kv.block import BlockState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
     from pagefold.kv.block import Block, Node
     from pagefold.kv.keep_rules import KeepRules
     from pagefold.kv.pool import BlockPool
 
-__all__ = ["DroppedPin", "Pin", "PinLimits", "PinTable"]
+__all__ = ["DroppedPin", "HintedBy", "Pin", "PinLimits", "PinTable", "hint_id"]
 
 _NUM_DROPPED_KEPT = 100
+
+_MOST_HINTS = 256
+"""Of one tenant."""
+
+
+class HintedBy(NamedTuple):
+    """Who has wished for a pin.
+
+    Attributes:
+        tenant: the tenant's name.
+        owner: for whose session its blocks are used, as in ``kv/expectations.py``; None for no session's.
+    """
+
+    tenant: str
+    owner: object | None = None
+
+
+def hint_id(request_id: str, num_tokens: int) -> str:
+    """Return the id of the hint that a request brings for its first so many tokens."""
+    return f"{request_id}@{num_tokens}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +78,7 @@ class Pin:
         priority: when it was pinned; the larger, the longer it is kept.
         pinned_at_s: when that was.
         expires_at_s: when it ends by itself; infinite for never.
+        by: who has wished for it, if it is a hint.
     """
 
     pin_id: str
@@ -62,6 +87,7 @@ class Pin:
     priority: float
     pinned_at_s: float
     expires_at_s: float
+    by: HintedBy | None = None
 
     @property
     def num_blocks(self) -> int:
@@ -113,7 +139,7 @@ class PinTable:
         max_blocks: how many blocks pins may keep together.
         num_blocks: how many they keep, each counted once.
         num_by_mask: the same by the mask that older tokens are kept by; see ``Node.mask``.
-        dropped: the last pins that went.
+        dropped: the last pins that went, but for hints.
         next_expiry_s: when the first pin expires; infinite if none does.
     """
 
@@ -186,6 +212,8 @@ class PinTable:
     ) -> Pin | None:
         """Pin the path that ends in ``tail``, as far as it is committed; an earlier pin of just that path is renewed.
 
+        Hints yield to it, whosever they are.
+
         None, and nothing has changed but ``dropped``, if the quota does not allow it (cause ``quota``), or if nothing
         is published there (cause ``reset``: that is what a reset leaves of a table).
         """
@@ -197,17 +225,53 @@ class PinTable:
             return None
         expires_at_s = inf if ttl_s is None else now_s + ttl_s
         pin = Pin(pin_id, tail, tuple(self._blocks_of(tail)), priority, now_s, expires_at_s)
-        if self.num_blocks + sum(1 for block in pin.blocks if not block.num_pin_refs) > self.max_blocks:
+        yielding = self._yielding(pin, [other for other in self if other.by is not None])
+        if yielding is None:
             self._tell(DroppedPin(pin_id, pin.num_blocks, "quota"))
             return None
-        self._count(pin, sum([self._pool.pin(block) for block in pin.blocks]))
-        renewed = self._by_tail.get(tail)
-        if renewed is not None:
-            self._drop(renewed, "renewed")
-        self._pins[pin_id] = self._by_tail[tail] = pin
-        self.next_expiry_s = min(self.next_expiry_s, pin.expires_at_s)
-        self._update_nodes(pin)
+        self._put(pin, yielding)
         return pin
+
+    def hint(self, pin_id: str, tail: Node | None, now_s: float, *, ttl_s: float, by: HintedBy) -> Pin | None:
+        """Pin the path that ends in ``tail`` if it is all there and the quota allows it; oldest hints of ``by`` yield.
+
+        A hint of the same tenant for just that path is renewed, and lives no shorter than before. Where a pin that is
+        no hint, or another tenant's, keeps just that path, that one stays. None, and nothing has changed, if there is
+        no such pin then; the event says so, ``dropped`` does not.
+        """
+        assert pin_id not in self._pins, f"pin id {pin_id!r} is in use"
+        self.expire(now_s)
+        if tail is None or _committed(tail) is not tail or not self._is_whole(tail):
+            self._emit(PinDropped(pin_id, 0, "reset"))
+            return None
+        expires_at_s = now_s + ttl_s
+        before = self._by_tail.get(tail)
+        if before is not None:
+            if before.by is None or before.by.tenant != by.tenant:
+                self._emit(PinDropped(pin_id, 0, "renewed"))
+                return None
+            expires_at_s = max(expires_at_s, before.expires_at_s)
+        pin = Pin(pin_id, tail, tuple(self._blocks_of(tail)), 0.0, now_s, expires_at_s, by)
+        own = [other for other in self if other.by is not None and other.by.tenant == by.tenant]
+        yielding = self._yielding(pin, own)
+        if yielding is None:
+            self._emit(PinDropped(pin_id, 0, "quota"))
+            return None
+        if before is None and not yielding and len(own) >= _MOST_HINTS:
+            yielding = own[:1]
+        self._put(pin, yielding)
+        return pin
+
+    def num_hinted(self, apart_from: Iterable[Node] = ()) -> int:
+        """Return how many blocks hints alone keep, but for those of some nodes."""
+        refs: Counter[Block] = Counter()
+        for pin in self:
+            if pin.by is not None:
+                refs.update(pin.blocks)
+        for node in apart_from:
+            for block in node.all_blocks:
+                refs.pop(block, None) if block is not None else None
+        return sum(num_refs == block.num_pin_refs for block, num_refs in refs.items())
 
     def remove(self, pin_id: str) -> Pin | None:
         """Unpin; the blocks stay cached. None if there is no such pin (any more)."""
@@ -216,13 +280,12 @@ class PinTable:
             self._drop(pin, "removed")
         return pin
 
-    def remove_at(self, nodes: Iterable[Node], pin_ids: Container[str]) -> list[str]:
-        """Unpin what ends at one of these nodes, of the pins named ``pin_ids``. Return the names of those that went."""
+    def remove_at(self, nodes: Iterable[Node], owner: object) -> None:
+        """Give up the hints of ``owner`` that end at one of these nodes."""
         found = [self._by_tail[node] for node in nodes if node in self._by_tail]
-        ours = [pin for pin in found if pin.pin_id in pin_ids]
-        for pin in ours:
-            self._drop(pin, "removed")
-        return [pin.pin_id for pin in ours]
+        for pin in found:
+            if pin.by is not None and pin.by.owner is owner:
+                self._drop(pin, "superseded")
 
     def expire(self, now_s: float) -> None:
         """Drop the pins whose time has come."""
@@ -232,7 +295,7 @@ class PinTable:
             self._drop(pin, "expired")
 
     def give_up(self, now_s: float, spared: Collection[Block] = ()) -> bool:
-        """Give up the pin of least priority among those that alone keep a block from being evicted.
+        """Give up the pin of least priority among those that alone keep a block from being evicted; hints first.
 
         Where several keep each such block, as may be of a group that keeps the last tokens only, the first of those.
 
@@ -240,12 +303,13 @@ class PinTable:
         block outside of ``spared`` is kept by pins alone.
         """
         best: Pin | None = None
-        least = (True, inf, inf)
+        least = (True, True, inf, inf)
         for pin in self:
             kept = self._kept(pin, spared)
             if not kept:
                 continue
-            rank = (all(block.num_pin_refs > 1 for block in kept), self.priority_at(pin, now_s), pin.pinned_at_s)
+            is_shared = all(block.num_pin_refs > 1 for block in kept)
+            rank = (is_shared, pin.by is None, self.priority_at(pin, now_s), pin.pinned_at_s)
             if rank < least or best is None:
                 best, least = pin, rank
         if best is None:
@@ -263,12 +327,59 @@ class PinTable:
         for pin in list(self):
             self._drop(pin, "reset")
 
+    def _yielding(self, pin: Pin, hints: list[Pin]) -> list[Pin] | None:
+        """Return which of ``hints``, the oldest first, have to go for ``pin``; None if it cannot be even so."""
+        num_over = self.num_blocks + sum(1 for block in pin.blocks if not block.num_pin_refs) - self.max_blocks
+        if num_over <= 0:
+            return []
+        wanted, path = set(pin.blocks), set(pin.path())
+        refs: Counter[Block] = Counter()
+        yielding: list[Pin] = []
+        for hint in hints:
+            if hint.tail in path:  # it keeps nothing else
+                continue
+            yielding.append(hint)
+            refs.update(hint.blocks)
+            num_over -= sum(refs[block] == block.num_pin_refs and block not in wanted for block in hint.blocks)
+            if num_over <= 0:
+                return yielding
+        return None
+
+    def _put(self, pin: Pin, yielding: Iterable[Pin]) -> None:
+        """Let a pin be, for which others go: those that yield, and the one of the same path."""
+        self._count(pin, sum([self._pool.pin(block) for block in pin.blocks]))
+        for hint in yielding:
+            self._drop(hint, "quota")
+        renewed = self._by_tail.get(pin.tail)
+        if renewed is not None:
+            self._drop(renewed, "renewed")
+        self._pins[pin.pin_id] = self._by_tail[pin.tail] = pin
+        self.next_expiry_s = min(self.next_expiry_s, pin.expires_at_s)
+        self._update_nodes(pin)
+
+    def _is_whole(self, tail: Node) -> bool:
+        """Whether whoever goes on behind ``tail`` finds all that is needed."""
+        rules = self._rules.of(tail.root.mask)
+        size, num_blocks = rules.block_size, tail.depth + 1
+        packing = rules.packing
+        first = 0 if packing is None else packing.num_packed(num_blocks * size) * packing.chunk_blocks(size)
+        places = [set(rule.places(num_blocks, size)) for rule in rules]
+        node = tail
+        while node.parent is not None:
+            for block, of_group in zip(node.blocks, places, strict=True):
+                if block is None and node.depth in of_group and not (node.packed is not None and node.depth < first):
+                    return False
+            node = node.parent
+        return True
+
     def _drop(self, pin: Pin, cause: PinCause) -> None:
         del self._pins[pin.pin_id], self._by_tail[pin.tail]
         self.next_expiry_s = min((other.expires_at_s for other in self), default=inf)
         self._count(pin, -sum([self._pool.unpin(block) for block in pin.blocks]))
         self._update_nodes(pin)
-        self._tell(DroppedPin(pin.pin_id, pin.num_blocks, cause), pin.tail)
+        if pin.by is None:
+            self.dropped.append(DroppedPin(pin.pin_id, pin.num_blocks, cause))
+        self._emit(PinDropped(pin.pin_id, pin.num_blocks, cause, pin.tail))
 
     def _count(self, pin: Pin, num_blocks: int) -> None:
         """Note that pins keep so many blocks more, which are of the kind of ``pin``."""
@@ -302,9 +413,9 @@ class PinTable:
         for node in pin.path():
             self._update_evictable(node)
 
-    def _tell(self, dropped: DroppedPin, tail: Node | None = None) -> None:
+    def _tell(self, dropped: DroppedPin) -> None:
         self.dropped.append(dropped)
-        self._emit(PinDropped(dropped.pin_id, dropped.num_blocks, dropped.cause, tail))
+        self._emit(PinDropped(*dropped))
 
 
 def _committed(node: Node | None) -> Node | None:

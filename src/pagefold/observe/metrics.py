@@ -318,7 +318,7 @@ class Metrics:
         )
         self._pins_dropped = self._series.counters(
             "pagefold:pins_dropped",
-            "Pins that ended, by why; quota counts those that never came to be.",
+            "Pins that ended, by why; quota counts those that never came to be, and hints that yielded.",
             "cause",
             get_args(PinCause),
         )

@@ -43,6 +43,7 @@ from pagefold.events import (
 from pagefold.files.private import open_private
 from pagefold.kv.codec import CODECS, KV_CACHE_DTYPES
 from pagefold.kv.keep import KEEP_ALL
+from pagefold.kv.pins import hint_id
 from pagefold.kv.policies import DEFAULT_POLICY
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ class TraceRecorder:
         self._clock = clock
         self._numbers: dict[str, int] = {}  # sample id -> its number, of those that have not ended
         self._tokens: dict[int, tuple[array[int], int]] = {}  # of the same, by number; and how many are the prompt
-        self._pins: dict[str, int] = {}  # pin id -> the number of the request that it is named after
+        self._pins: dict[str, tuple[int, int]] = {}  # id -> request that it is named after, tokens of a hint or 0
         self._num_samples = 0
         self._namespaces: dict[bytes, int] = {}  # digest -> number
         self._tenants: dict[str, int] = {}  # likewise: a few, whom a key file names
@@ -184,9 +185,9 @@ class TraceRecorder:
             case RequestCut() if event.reason != "timeout":  # which follows from deadlines
                 self._put({"cut": self._numbers[event.request_id], "in_step": event.is_in_step})
             case PinDropped():
-                number = self._pins.pop(event.pin_id)
+                number, num_tokens = self._pins.pop(event.pin_id)
                 if event.cause in ("removed", "expired"):  # else it follows from what a step does
-                    self._put({"unpin": number})
+                    self._put({"unpin": number, "hint": num_tokens} if num_tokens else {"unpin": number})
             case SessionClosed():
                 self._put({"end_session": [event.tenant.hex(), event.session.hex()]})
             case CacheReset():
@@ -222,11 +223,21 @@ class TraceRecorder:
         line |= _of_session(event)
         if tuple(event.message_ends) != (event.num_prompt_tokens,):
             line["message_ends"] = list(event.message_ends)
-        if event.pin is not None:
-            line["pin"] = event.pin
-            self._pins[event.sample_ids[0]] = first
+        line |= self._pins_of(event, first)
         prompt = event.token_ids[0][: event.num_prompt_tokens]  # now: it grows, and hashing is for later
         self._put(line, _Tokens(range(first, self._num_samples), prompt))
+
+    def _pins_of(self, event: RequestAdded, number: int) -> dict[str, Any]:
+        """Return which pins a request makes at its end, and know them by its number until they are gone."""
+        fields: dict[str, Any] = {}
+        if event.pin is not None:
+            fields["pin"] = event.pin
+            self._pins[event.sample_ids[0]] = (number, 0)
+        if event.hint_pins:
+            fields["hint_pins"] = [list(hint) for hint in event.hint_pins]
+            for num_tokens, _ in event.hint_pins:
+                self._pins[hint_id(event.sample_ids[0], num_tokens)] = (number, num_tokens)
+        return fields
 
     def _share_of(self, event: RequestAdded) -> dict[str, Any]:
         """Return the number and the weight of a request's tenant, where they are not what is taken for granted."""

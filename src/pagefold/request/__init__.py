@@ -9,6 +9,7 @@ from pagefold.request.caller import (
     Caller,
     WarmUp,
 )
+from pagefold.request.hint_pin import HintPin, hints_within
 from pagefold.request.request import LEGAL_MOVES, FinishReason, Request, RequestStatus, StopRule
 from pagefold.request.session import MAX_SESSION_ID, EndedSession, SessionRef, session_ref
 from pagefold.request.times import RequestTimes
@@ -24,11 +25,13 @@ __all__ = [
     "Caller",
     "EndedSession",
     "FinishReason",
+    "HintPin",
     "Request",
     "RequestStatus",
     "RequestTimes",
     "SessionRef",
     "StopRule",
     "WarmUp",
+    "hints_within",
     "session_ref",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pagefold.errors import InvalidRequestError
+from pagefold.request.hint_pin import HintPin  # noqa: TC001 - of a dataclass
 from pagefold.request.session import MAX_SESSION_ID, SessionRef, session_ref
 from pagefold.sampling import out_of_range
 from pagefold.speculation.params import SpeculativeParams  # noqa: TC001 - of a dataclass
@@ -75,6 +76,7 @@ class Caller:
         returns_in_s: in so many seconds from its end the conversation is expected to go on; None for nobody knows.
         session_id: the tenant's name for the row of requests that this one goes on with; empty for none.
         parent_session_id: of the session whose agent has called this one's; empty for none.
+        hint_pins: beginnings of its prompt that are pinned if there is room for it.
         tier_offset: added to ``priority``, but only with such a policy.
         speculation: who drafts for the request; None for who drafts for all.
         predicted: tokens that are expected in the output, for who drafts.
@@ -90,6 +92,7 @@ class Caller:
     returns_in_s: float | None = None
     session_id: str = ""
     parent_session_id: str = ""
+    hint_pins: tuple[HintPin, ...] = ()
     tier_offset: int = 0
     speculation: SpeculativeParams | None = None
     predicted: tuple[int, ...] = ()
@@ -103,6 +106,10 @@ class Caller:
             num_characters = len(getattr(self, field))
             if num_characters > MAX_SESSION_ID:
                 raise out_of_range(field, f"{num_characters} characters long", f"at most {MAX_SESSION_ID}")
+        for num_tokens, ttl_s in self.hint_pins:
+            if num_tokens < 1 or not 0.0 < ttl_s < float("inf"):
+                said = f"{num_tokens} tokens for {ttl_s} seconds"
+                raise out_of_range("hint_pins", said, "at least one token, and a positive number of seconds")
         if self.parent_session_id and self.parent_session_id == self.session_id:
             msg = "parent_session_id is the session itself."
             raise InvalidRequestError(msg, param="parent_session_id", remedy="Name the session that called this one.")

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from pagefold.beams.group import BeamGroup
     from pagefold.kv import SequenceCache
     from pagefold.request.caller import WarmUp
+    from pagefold.request.hint_pin import HintPin
     from pagefold.request.session import SessionRef
     from pagefold.sampling import SamplingParams
     from pagefold.speculation.params import SpeculativeParams
@@ -120,6 +121,7 @@ class Request:
         warm_up: if it only warms the cache: its latencies are nobody's.
         returns_in_s: in so many seconds from its end a request that goes on from it is expected; None for unknown.
         session: the session that it belongs to; None for none.
+        hint_pins: beginnings of its prompt that are pinned at its end if there is room for it.
         error: why it ends with ``error``, where that is not its grammar's.
         mask: by which of the model's masks it keeps older tokens, where those are packed; ``NO_MASK`` for all of them.
         kept_share: what share of its older chunks its last cache had kept, where those are packed; else None.
@@ -134,6 +136,7 @@ class Request:
         "error",
         "finish_reason",
         "forks",
+        "hint_pins",
         "index",
         "is_aborted",
         "is_plain",
@@ -202,6 +205,7 @@ class Request:
         tenant: str = "",
         weight: float = 1.0,
         session: SessionRef | None = None,
+        hint_pins: Sequence[HintPin] = (),
     ) -> None:
         self.request_id = request_id
         self.parent_id = request_id if parent_id is None else parent_id
@@ -234,6 +238,7 @@ class Request:
         self.warm_up = warm_up
         self.returns_in_s = returns_in_s
         self.session = session
+        self.hint_pins = hint_pins
         self.prompt_use = PromptUse()
         self.index = -1  # place in the order of arrival; set by the scheduler
         self.order = (0.0, -1)  # likewise

@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING
 
 from pagefold.events import Emit, RequestFinished
 from pagefold.kv.eviction import RequestFacts
+from pagefold.kv.pins import HintedBy, hint_id
 from pagefold.request import FinishReason, Request, RequestStatus
 
 if TYPE_CHECKING:
     from pagefold.beams import BeamGroup
     from pagefold.kv import KVCore, SequenceCache
+    from pagefold.kv.block import Node
     from pagefold.request import WarmUp
     from pagefold.scheduler.growth import AdmissionRule
     from pagefold.scheduler.policy import SchedulingPolicy
@@ -80,6 +82,8 @@ class Leaving:
 
     def finish(self, request: Request, reason: FinishReason) -> None:
         """Let a request end, and those that were to fork from it."""
+        if request.hint_pins:  # before its session is told, which may be over
+            self._pin_hints(request, reason)
         for sample in (request, *request.forks):
             self._sessions.finished(sample, reason)
         if request.cache is not None:
@@ -168,3 +172,23 @@ class Leaving:
             ttl_s=warm_up.ttl_s,
             priority=warm_up.retention_priority,
         )
+
+    def _pin_hints(self, request: Request, reason: FinishReason) -> None:
+        """Pin the beginnings of a prompt that its client has named, as far as they were computed and there is room."""
+        cache = None if reason == "error" else request.cache
+        by = HintedBy(request.tenant, self._sessions.owner_of(request))
+        for hint in request.hint_pins:
+            num_blocks = hint.num_tokens // self._core.block_size
+            tail = None if cache is None or not cache.has_path else _node_at(cache.tail, num_blocks)
+            pin_id = hint_id(request.request_id, hint.num_tokens)
+            self._core.pins.hint(pin_id, tail, self._core.now_s, ttl_s=hint.ttl_s, by=by)
+
+
+def _node_at(tail: Node | None, num_blocks: int) -> Node | None:
+    """Return the node of the path up to ``tail`` with which its first blocks end; None if it has not so many."""
+    node = tail
+    while node is not None and node.depth >= num_blocks:
+        node = node.parent
+    if node is None or node.parent is None or node.depth + 1 < num_blocks:
+        return None
+    return node

@@ -75,7 +75,6 @@ class _Session:
         num_open: requests of it that have not ended.
         paused_s: when the last of them ended; None while any is there, or none has come.
         pauses: those that it made.
-        pin_ids: pins that its requests asked for by breakpoints.
         is_over: it has ended, or is forgotten.
         is_ended: it has ended.
     """
@@ -90,7 +89,6 @@ class _Session:
         "paths",
         "paused_s",
         "pauses",
-        "pin_ids",
         "ref",
     )
 
@@ -103,7 +101,6 @@ class _Session:
         self.num_open = 0
         self.paused_s: float | None = None
         self.pauses = Pauses(_OWN_FADE)
-        self.pin_ids: dict[str, None] = {}
         self.is_over = self.is_ended = False
         if parent is not None:
             parent.children[self] = None
@@ -354,9 +351,7 @@ class Sessions:
         nodes = self._expectations.supersede(tail, session.owner, num_kept, stops=cause == "ended")
         if not nodes:
             return 0
-        if session.pin_ids:
-            for pin_id in self._core.pins.remove_at(nodes, session.pin_ids):
-                del session.pin_ids[pin_id]
+        self._core.pins.remove_at(nodes, session.owner)
         num_blocks = sum(block is not None for node in nodes for block in node.all_blocks)
         self._emit(PathSuperseded(num_blocks, cause, tuple(nodes)))
         return num_blocks

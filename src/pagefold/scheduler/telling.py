@@ -37,6 +37,7 @@ def tell_added(emit: Emit, request: Request) -> None:
             tenant=request.tenant,
             weight=request.weight,
             session=request.session,
+            hint_pins=request.hint_pins,
         )
     )
 

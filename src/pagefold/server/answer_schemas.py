@@ -283,6 +283,7 @@ class _Pin(BaseModel):
     retention_priority: float = Field(ge=0, le=100)
     age_s: float = Field(ge=0)
     ttl_left_s: float | None
+    is_hint: bool
 
 
 class _GonePin(BaseModel):

@@ -16,6 +16,7 @@ from pagefold.server.chat_schemas import ChatRequest  # noqa: TC001 - FastAPI re
 from pagefold.server.checked_route import CheckedRoute
 from pagefold.server.generation import Generation
 from pagefold.server.keys import account_of
+from pagefold.server.retention import hints_of
 from pagefold.server.wanted import wanted
 
 if TYPE_CHECKING:
@@ -46,13 +47,19 @@ def chat_routes(served: Served, diagnoses: Diagnoses) -> APIRouter:
         )
         thinking = chat.thinking
         structured = thinking.before(want.structured)
+        prompts = asked.fitted([chat.token_ids], sampling, served.client.max_model_len)
+        caller = replace(
+            asked.caller(account_of(request.scope)),
+            predicted=await _predicted(asked, served, request),
+            hint_pins=hints_of(asked.prompt_cache_retention, prompts[0]),
+        )
         response_id = f"chatcmpl-{uuid.uuid4().hex}"
         generation = Generation(
             served.client,
             request_id=response_id,
-            prompts=asked.fitted([chat.token_ids], sampling, served.client.max_model_len),
+            prompts=prompts,
             sampling=thinking.sampling(sampling, structured),
-            caller=replace(asked.caller(account_of(request.scope)), predicted=await _predicted(asked, served, request)),
+            caller=caller,
             param="messages",
             grammar=await served.compile(structured),
             keeps_token_ids=asked.return_token_ids,

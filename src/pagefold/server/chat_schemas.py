@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, FailFast, Field, StrictBool, StrictInt, mo
 from pagefold.errors import InvalidRequestError
 from pagefold.sampling import MAX_LOGPROBS
 from pagefold.server.ignored import Body
+from pagefold.server.retention import PromptCacheRetention  # noqa: TC001 - pydantic reads it
 from pagefold.server.schemas import MAX_PARTS, GenerationRequest, Text, few_parts
 from pagefold.server.template_fields import TemplateVariables  # noqa: TC001 - pydantic reads it
 from pagefold.server.tools.asked import AskedTools
@@ -227,6 +228,7 @@ class ChatRequest(Templated, GenerationRequest):
         parallel_tool_calls: whether one answer may have several calls.
         include_reasoning: whether the answer tells what the model thought.
         prediction: what the answer is expected to say.
+        prompt_cache_retention: ``24h`` asks that the prompt stays cached for a day; ``in_memory`` for nothing more.
     """
 
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = IN_CHAT
@@ -240,6 +242,7 @@ class ChatRequest(Templated, GenerationRequest):
     parallel_tool_calls: StrictBool = True
     include_reasoning: StrictBool = True
     prediction: Prediction | None = None
+    prompt_cache_retention: PromptCacheRetention | None = None
 
     def asked_tools(self) -> AskedTools:
         """Return what it says of tools."""

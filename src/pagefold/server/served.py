@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from bisect import bisect_right
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pagefold.errors import InvalidRequestError
-from pagefold.server.chat_prompt import ChatPrompt
+from pagefold.server.chat_prompt import ChatCut, ChatPrompt
 from pagefold.server.context_length import check_text, check_tokens
 from pagefold.server.disconnect import stays
 from pagefold.server.errors import UnknownModelError
@@ -139,11 +140,14 @@ class Served:
         param: str = "messages",
         add_special_tokens: bool = False,
         times: int = 1,
+        cuts: Sequence[ChatCut] = (),
         receive: Receive = stays,
     ) -> ChatPrompt:
         """Return a chat in the model's template. ``param`` is the field it came in.
 
         Of a chat that will be truncated, ``times`` as many tokens as fit are too many.
+
+        ``cuts`` are places in the chat of which it is wanted how many tokens are before them.
 
         Raises:
             InvalidRequestError: the model has no template or no tokenizer, or the template refuses these messages,
@@ -157,10 +161,15 @@ class Served:
             told = _told(tools, plain, tokenizer)
             text = tokenizer.render_chat(plain, told, options)
             check_text(text, tokenizer, self.client.context, param, times)
-            token_ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            if cuts:
+                ends = [_end_of(cut, text, told, options, tokenizer) for cut in cuts]
+                token_ids, behind = tokenizer.encode_with_ends(text, add_special_tokens=add_special_tokens)
+                cut_tokens = tuple(bisect_right(behind, end) if end else 0 for end in ends)
+            else:
+                token_ids, cut_tokens = tokenizer.encode(text, add_special_tokens=add_special_tokens), ()
             continued = plain[-1]["content"] if options.continue_final_message else ""
             thinking = self._thinking(text, continued, tokenizer)
-            return ChatPrompt(token_ids, thinking, fingerprint_of(plain, told, options))
+            return ChatPrompt(token_ids, thinking, fingerprint_of(plain, told, options), cut_tokens)
 
         (chat,) = await self.workers.run(_LONG_CHAT if tools else _num_characters(messages), [encode], receive)
         marks = [mark for mark, _ in chat.thinking.token_ids]
@@ -270,6 +279,14 @@ class Served:
             msg = "This model's folder has no tokenizer."
             raise InvalidRequestError(msg, param=param, remedy="Send token ids to /v1/completions.")
         return self.client.tokenizer
+
+
+def _end_of(
+    cut: ChatCut, text: str, tools: Sequence[Mapping[str, Any]] | None, options: ChatOptions, tokenizer: Tokenizer
+) -> int:
+    """Return the character of a chat's text at which a place in it lies; 0 for unknown."""
+    messages = [message.for_template() for message in cut.messages]
+    return tokenizer.end_in_chat(text, messages, None if tools is None else tools[: cut.num_tools], options)
 
 
 def _num_characters(messages: Sequence[ChatMessage]) -> int:

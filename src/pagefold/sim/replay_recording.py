@@ -23,6 +23,7 @@ from pagefold.kv import (
     blocks_per_place,
     make_policy,
 )
+from pagefold.kv.pins import hint_id
 from pagefold.request import Request, StopRule, WarmUp
 from pagefold.sampling import SamplingParams
 from pagefold.scheduler import SCHEDULING_POLICIES, Guardrails, PrefillLimits, Scheduler, SchedulerLimits
@@ -189,7 +190,8 @@ class _Replayer:
         """Let what was cached lose what kept it, as somebody asked."""
         match recorded:
             case RecordedUnpin():
-                self._core.pins.remove(_name(recorded.number))
+                name = _name(recorded.number)
+                self._core.pins.remove(hint_id(name, recorded.num_tokens) if recorded.num_tokens else name)
             case RecordedSessionEnd():
                 self._scheduler.end_session(recorded.session)
             case RecordedReset():
@@ -294,6 +296,7 @@ class _Replayer:
                 warm_up=pin,
                 returns_in_s=add.returns_in_s,
                 session=add.session,
+                hint_pins=() if number > add.number else add.hint_pins,
                 message_ends=add.message_ends,
             )
             for number in range(add.number, add.number + add.num_samples)

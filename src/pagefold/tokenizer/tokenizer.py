@@ -109,6 +109,11 @@ class Tokenizer:
         """Return the tokens of ``text``, with the special tokens that the model expects at the start of a prompt."""
         return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
+    def encode_with_ends(self, text: str, *, add_special_tokens: bool = True) -> tuple[list[int], list[int]]:
+        """Return the tokens of :meth:`encode`, and the character of ``text`` behind each; 0 of those added around."""
+        found = self._tokenizer(text, add_special_tokens=add_special_tokens, return_offsets_mapping=True)
+        return list(found["input_ids"]), [end for _, end in found["offset_mapping"]]
+
     def encode_parts(self, texts: list[str]) -> list[list[int]]:
         """Return the tokens of each of ``texts`` as a part of a longer one: without special tokens around it."""
         return [list(found.ids) for found in self._backend.encode_batch(texts, add_special_tokens=False)]
@@ -239,6 +244,33 @@ class Tokenizer:
             except InvalidRequestError:  # this role cannot follow; another may
                 continue
         return _common_beginning(texts) if texts else self.render_chat(messages)
+
+    def end_in_chat(
+        self,
+        text: str,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        options: ChatOptions = _AS_USUAL,
+    ) -> int:
+        """Return how many characters of ``text`` the first messages of its chat are, or a few more; 0 if unknown.
+
+        Args:
+            text: what :meth:`render_chat` made of the whole chat.
+            messages: the first ones of it; none for its tools alone.
+            tools: the first ones of its tools.
+            options: as of the whole chat.
+
+        Raises:
+            InvalidRequestError: ``options`` have variables that the template does not take.
+        """
+        goes_on = replace(options, add_generation_prompt=False, continue_final_message=False)
+        for role, content in _NEXT_MESSAGES:
+            try:
+                begun = self.render_chat([*messages, {"role": role, "content": content}], tools, goes_on)
+            except InvalidRequestError:  # this role cannot follow; another may
+                continue
+            return len(_common_beginning([text, begun]))
+        return 0
 
     @cached_property
     def _boundary(self) -> Boundary:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, FailFast, StrictBool, Tag, model_validator
 
-from pagefold.server.anthropic.cache_control import CacheControl  # noqa: TC001 - pydantic reads it
+from pagefold.server.anthropic.cache_control import Breakpoint, CacheControl
+from pagefold.server.chat_prompt import ChatCut
 from pagefold.server.chat_schemas import ChatMessage, TextPart
 from pagefold.server.ignored import Body
 from pagefold.server.schemas import Text  # noqa: TC001 - pydantic reads it
@@ -17,7 +18,7 @@ from pagefold.server.tools.schemas import CalledFunction, ToolCall
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-__all__ = ["MessageParam", "TextBlock", "Texts", "chat_of"]
+__all__ = ["MessageParam", "TextBlock", "Texts", "breakpoints_of", "chat_of"]
 
 _KINDS = ("text", "tool_use", "tool_result", "thinking", "redacted_thinking")
 
@@ -156,13 +157,36 @@ class MessageParam(Body):
                 raise ValueError(msg)
         return self
 
-    def breakpoints(self) -> Iterator[CacheControl | None]:
+    def controls(self) -> Iterator[CacheControl | None]:
         """Yield what its blocks say of the cache; None of those that say nothing."""
         for block in self.content:
             if not isinstance(block, ThinkingBlock):
                 yield block.cache_control
             if isinstance(block, ToolResultBlock):
                 yield from (text.cache_control for text in block.content)
+
+
+def breakpoints_of(system: Sequence[TextBlock], messages: Sequence[MessageParam]) -> Iterator[Breakpoint]:
+    """Yield the breakpoints of texts and messages, in order, each with the chat before it."""
+    for at, block in enumerate(system, 1):
+        if block.cache_control is not None:
+            yield Breakpoint(block.cache_control.ttl_s, ChatCut(chat_of(system[:at], ())))
+    for at, message in enumerate(messages):
+        for control, begun in _beginnings(message):
+            if control is not None:
+                yield Breakpoint(control.ttl_s, ChatCut(chat_of(system, [*messages[:at], begun])))
+
+
+def _beginnings(message: MessageParam) -> Iterator[tuple[CacheControl | None, MessageParam]]:
+    """Yield what each block of a message says of the cache, with the message up to there."""
+    content = message.content
+    for at, block in enumerate(content):
+        if isinstance(block, ToolResultBlock):
+            for end, text in enumerate(block.content, 1):
+                begun = block.model_copy(update={"content": block.content[:end]})
+                yield text.cache_control, message.model_copy(update={"content": [*content[:at], begun]})
+        if not isinstance(block, ThinkingBlock):
+            yield block.cache_control, message.model_copy(update={"content": content[: at + 1]})
 
 
 def chat_of(system: Sequence[TextBlock], messages: Iterable[MessageParam]) -> list[ChatMessage]:

@@ -1,12 +1,13 @@
 """Breakpoints of the cache, as Anthropic spells them: ``cache_control`` on tools, texts and blocks of messages.
 
-All prompts are cached here, so a breakpoint decides nothing about what is found again. It is checked as Anthropic
-checks it, and its lifetime says under which count of ``usage`` new tokens are told.
+All prompts are cached here, so a breakpoint does not decide whether what is before it is found again: it asks that it
+stays, so long. It is checked as Anthropic checks it, and its lifetime says under which count of ``usage`` new tokens
+are told.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 from pydantic import BeforeValidator
 
@@ -16,10 +17,14 @@ from pagefold.server.ignored import Body
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["MAX_BREAKPOINTS", "CacheControl", "check_breakpoints"]
+    from pagefold.server.chat_prompt import ChatCut
+
+__all__ = ["MAX_BREAKPOINTS", "Breakpoint", "CacheControl", "check_breakpoints"]
 
 MAX_BREAKPOINTS = 4
 """Of one request, as in Anthropic's API."""
+
+_SECONDS = {"5m": 300.0, "1h": 3600.0}
 
 
 def _is_ephemeral(kind: object) -> object:
@@ -45,6 +50,18 @@ class CacheControl(Body):
 
     type: Annotated[Literal["ephemeral"], BeforeValidator(_is_ephemeral)]
     ttl: Annotated[Literal["5m", "1h"], BeforeValidator(_is_lifetime)] = "5m"
+
+    @property
+    def ttl_s(self) -> float:
+        """The same in seconds."""
+        return _SECONDS[self.ttl]
+
+
+class Breakpoint(NamedTuple):
+    """Where a breakpoint is in a chat, and for how many seconds it asks."""
+
+    ttl_s: float
+    cut: ChatCut
 
 
 def check_breakpoints(controls: Iterable[CacheControl | None]) -> str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request, Response
 
+from pagefold.request import HintPin
 from pagefold.server.answer import whole_answer
 from pagefold.server.answer_schemas import STREAMED, AnthropicMessage, CountedTokens
 from pagefold.server.anthropic.form import MessageForm
@@ -36,7 +38,21 @@ def message_routes(served: Served, diagnoses: Diagnoses) -> APIRouter:
         lifetime = asked.cache_lifetime()
         want = wanted(asked.asked_tools(), asked.structured(), served)
         options = asked.chat_options()
-        chat = await served.prepare_chat(asked.chat(), want.tools, options=options, receive=request.receive)
+        breakpoints = asked.breakpoints()
+        chat = await served.prepare_chat(
+            asked.chat(),
+            want.tools,
+            options=options,
+            cuts=[each.cut for each in breakpoints],
+            receive=request.receive,
+        )
+        hints = [
+            HintPin(num_tokens, each.ttl_s)
+            for num_tokens, each in zip(chat.cut_tokens, breakpoints, strict=True)
+            if num_tokens
+        ]
+        if asked.cache_control is not None:
+            hints.append(HintPin(len(chat.token_ids), asked.cache_control.ttl_s))
         tells_thinking = asked.tells_thinking(can_be_told=chat.thinking.is_known)
         structured = chat.thinking.before(want.structured)
         sampling = asked.sampling(served.client.max_model_len - len(chat.token_ids))
@@ -56,7 +72,7 @@ def message_routes(served: Served, diagnoses: Diagnoses) -> APIRouter:
             request_id=form.message_id,
             prompts=[chat.token_ids],
             sampling=chat.thinking.sampling(sampling, structured),
-            caller=asked.caller(account),
+            caller=replace(asked.caller(account), hint_pins=tuple(hints)),
             param="messages",
             grammar=await served.compile(structured),
             thinking=chat.thinking,

@@ -8,9 +8,10 @@ from pydantic import BeforeValidator, FailFast, Field, StrictBool, StrictFloat, 
 
 from pagefold.errors import InvalidRequestError
 from pagefold.sampling import SamplingParams
-from pagefold.server.anthropic.blocks import MessageParam, Texts, chat_of
-from pagefold.server.anthropic.cache_control import CacheControl, check_breakpoints
+from pagefold.server.anthropic.blocks import MessageParam, Texts, breakpoints_of, chat_of
+from pagefold.server.anthropic.cache_control import Breakpoint, CacheControl, check_breakpoints
 from pagefold.server.anthropic.tools import Choice, MessageTool, ToolUseChoice
+from pagefold.server.chat_prompt import ChatCut
 from pagefold.server.ignored import Body
 from pagefold.server.schemas import MAX_PARTS, CachedRequest, Text, few_parts
 from pagefold.server.structured_fields import Structured
@@ -170,10 +171,19 @@ class CountRequest(CachedRequest):
             [
                 *(tool.cache_control for tool in self.tools),
                 *(text.cache_control for text in self.system),
-                *(control for message in self.messages for control in message.breakpoints()),
+                *(control for message in self.messages for control in message.controls()),
                 self.cache_control,
             ]
         )
+
+    def breakpoints(self) -> list[Breakpoint]:
+        """Return the breakpoints within the prompt; ``cache_control`` of the request itself is at its end."""
+        of_tools = [
+            Breakpoint(tool.cache_control.ttl_s, ChatCut((), num_tools))
+            for num_tools, tool in enumerate(self.tools, 1)
+            if tool.cache_control is not None
+        ]
+        return [*of_tools, *breakpoints_of(self.system, self.messages)]
 
     def asked_tools(self) -> AskedTools:
         """Return what it says of tools."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request, Response
@@ -22,6 +22,7 @@ from pagefold.server.responses.events import response_events
 from pagefold.server.responses.form import ResponseForm
 from pagefold.server.responses.items import ITEMS, chat_of, kept, kept_output
 from pagefold.server.responses.schemas import ResponseRequest  # noqa: TC001 - FastAPI reads it
+from pagefold.server.retention import hints_of
 from pagefold.server.schemas import MAX_PARTS
 from pagefold.server.wanted import wanted
 
@@ -55,12 +56,13 @@ def response_routes(served: Served, store: ResponseStore, diagnoses: Diagnoses) 
             chat_of(asked.instructions, items), want.tools, param="input", receive=request.receive
         )
         structured = chat.thinking.before(want.structured)
+        hints = hints_of(asked.prompt_cache_retention, chat.token_ids)
         generation = Generation(
             served.client,
             request_id=form.response_id,
             prompts=[chat.token_ids],
             sampling=chat.thinking.sampling(sampling, structured),
-            caller=asked.caller(account),
+            caller=replace(asked.caller(account), hint_pins=hints),
             param="input",
             grammar=await served.compile(structured),
             thinking=chat.thinking,

@@ -11,6 +11,7 @@ from pagefold.server.ignored import Body
 from pagefold.server.responses.functions import Choice, Function, FunctionChoice
 from pagefold.server.responses.items import Item
 from pagefold.server.responses.text_config import TextConfig
+from pagefold.server.retention import PromptCacheRetention  # noqa: TC001 - pydantic reads it
 from pagefold.server.schemas import MAX_PARTS, Text, TieredRequest, few_parts, stated
 from pagefold.server.tools.asked import AskedTools
 from pagefold.server.tools.schemas import WhichTool
@@ -72,6 +73,7 @@ class ResponseRequest(TieredRequest):
         max_tool_calls: of tools that the server itself calls, of which there are none.
         stream: whether the answer comes in events, as it is made.
         prompt_cache_options: asks what differs from an earlier response, and why tokens of the prompt were computed.
+        prompt_cache_retention: ``24h`` asks that the prompt stays cached for a day; ``in_memory`` for nothing more.
         metadata: told back.
         user: told back.
     """
@@ -80,7 +82,6 @@ class ResponseRequest(TieredRequest):
     known: ClassVar[frozenset[str]] = frozenset(
         {
             "prompt_cache_key",  # prompts find what they share by themselves
-            "prompt_cache_retention",
             "safety_identifier",
             "stream_options",  # nothing is obfuscated
             "truncation",  # refused, but for what is done anyway
@@ -107,6 +108,7 @@ class ResponseRequest(TieredRequest):
     top_p: Annotated[StrictFloat, stated(exclusiveMinimum=0, maximum=1)] = 1.0
     stream: StrictBool = False
     prompt_cache_options: PromptCacheOptions = Field(default_factory=PromptCacheOptions)
+    prompt_cache_retention: PromptCacheRetention | None = None
     metadata: Annotated[
         dict[
             Annotated[Text, Field(max_length=_MAX_METADATA_NAME)],

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from pagefold.errors import TraceError
 from pagefold.kv.keep import KEEP_ALL, KeepRule
 from pagefold.kv.policies import POLICIES
-from pagefold.request import MAX_WEIGHT, MIN_WEIGHT, SessionRef
+from pagefold.request import MAX_WEIGHT, MIN_WEIGHT, HintPin, SessionRef, hints_within
 from pagefold.scheduler import ADMISSION_RULES, SCHEDULING_POLICIES
 from pagefold.scheduler.guardrails import NO_CAP
 from pagefold.sim.size_limits import MAX_BLOCKS, MAX_TOKENS
@@ -129,7 +129,9 @@ class _Reader:
             case "cut":
                 return RecordedCut(self._known(line, "cut"), line.flag("in_step"))
             case "unpin":
-                return RecordedUnpin(self._known(line, "unpin"))
+                return RecordedUnpin(
+                    self._known(line, "unpin"), line.whole("hint", 1, MAX_TOKENS) if "hint" in line else 0
+                )
             case "end_session":
                 return RecordedSessionEnd(_session([*line.items("end_session"), ""]))
             case "reset":
@@ -200,6 +202,7 @@ class _Reader:
             session=_session(line.items("session")) if "session" in line else None,
             pin=_pin(line) if "pin" in line else None,
             message_ends=line.wholes("message_ends", 1, num_prompt_tokens),
+            hint_pins=_hint_pins(line.items("hint_pins"), num_prompt_tokens),
             has_stop_strings="stops" in line and line.flag("stops"),
             has_beams="beams" in line and line.flag("beams"),
             tenant=line.whole("tenant", 0, len(self._adds)) if "tenant" in line else 0,
@@ -298,6 +301,18 @@ def _pin(line: Fields) -> tuple[float | None, float]:
         None if ttl_s is None else Fields.as_number("pin", ttl_s, 0, _FOREVER_S),
         Fields.as_number("pin", priority, -_FOREVER_S, _FOREVER_S),
     )
+
+
+def _hint_pins(values: list[object], num_prompt_tokens: int) -> tuple[HintPin, ...]:
+    hints: list[HintPin] = []
+    for value in values:
+        match value:
+            case [int(num_tokens), (int() | float()) as ttl_s] if 1 <= num_tokens <= num_prompt_tokens:
+                hints.append(HintPin(num_tokens, Fields.as_number("hint_pins", ttl_s, 0, _FOREVER_S)))
+            case _:
+                msg = "its hint_pins are no (tokens of the prompt, seconds)"
+                raise ValueError(msg)
+    return hints_within(hints, num_prompt_tokens)
 
 
 def _drafts(value: object, num_samples: int) -> tuple[int, int, int]:

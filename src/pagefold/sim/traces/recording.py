@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from pagefold.errors import TraceError
 from pagefold.kv.keep import KEEP_ALL, KeepRule
-from pagefold.request import Request, SessionRef, StopRule
+from pagefold.request import HintPin, Request, SessionRef, StopRule
 from pagefold.scheduler.guardrails import NO_CAP
 from pagefold.sim.traces.request import GREEDY_TO_LENGTH, Trace, TraceRequest
 from pagefold.sim.traces.tokens import name_blocks
@@ -74,6 +74,7 @@ class RecordedAdd:
         returns_in_s: in so many seconds from its end a request that goes on from it was expected; None for unknown.
         session: the session that it belongs to; None for none.
         pin: (seconds until it expires, priority) of the pin that it makes; None for no pin.
+        hint_pins: beginnings of its prompt that are pinned if there is room for it.
         message_ends: positions behind the messages of its prompt; empty where nothing is known of messages.
         has_stop_strings: whether a text may end it.
         has_beams: whether its samples are beams of a search; what becomes of them step by step is not recorded.
@@ -94,6 +95,7 @@ class RecordedAdd:
     session: SessionRef | None = None
     pin: tuple[float | None, float] | None = None
     message_ends: tuple[int, ...] = ()
+    hint_pins: tuple[HintPin, ...] = ()
     has_stop_strings: bool = False
     has_beams: bool = False
     tenant: int = 0
@@ -108,9 +110,15 @@ class RecordedCut(NamedTuple):
 
 
 class RecordedUnpin(NamedTuple):
-    """The pin of a request was taken away, or expired."""
+    """A pin of a request was taken away, or expired.
+
+    Attributes:
+        number: of the request.
+        num_tokens: of the beginning of its prompt that a hint pinned; 0 for a pin that is no hint.
+    """
 
     number: int
+    num_tokens: int = 0
 
 
 class RecordedSessionEnd(NamedTuple):
