@@ -96,6 +96,35 @@ def test_who_has_used_up_his_tokens_is_told_when_to_come_again(server):
     assert ask(30, "quiet").status_code == 200, "others are not held back"
 
 
+def level(server: LocalServer, tenant: str = "slow") -> float:
+    """What is left for a tenant, but for what comes while the test runs."""
+    return server.client._rates._buckets[tenant].level
+
+
+def test_prompts_of_one_request_are_charged_together_or_not_at_all(server):
+    def ask(prompt: list, **fields: object):
+        sent = {**body(), "prompt": prompt, **fields}
+        return server.http.post("/v1/completions", json=sent, headers=key_of("slow"))
+
+    sent = ask([[5] * 15] * 5, max_tokens=1)
+    assert sent.status_code == 200, "the bucket is full, though it holds less"
+    until(server.is_idle, "them to end")
+    assert level(server) == pytest.approx(40 - 75 - 5, abs=5)
+    server.client._rates._buckets["slow"].level = 39.0
+    error = error_of(ask([[5] * 15] * 5), 429)
+    assert "75 tokens" in error["message"]
+    assert level(server) == pytest.approx(39, abs=0.9), "nothing is charged"
+    assert ask([[5] * 15] * 2, max_tokens=1).status_code == 200, "they would pass at once"
+
+
+def test_a_request_that_is_refused_for_another_reason_gets_all_back(server):
+    server.client._queue._max_requests = 2
+    response = server.http.post("/v1/completions", json={**body(), "prompt": [[5] * 9] * 3}, headers=key_of("slow"))
+    assert error_of(response, 429)["code"] == "queue_full"
+    until(lambda: server.client._queue.num_requests == 0, "the first two to be ended")
+    assert level(server) >= 40 - 2 * 4, "at most what was made meanwhile is charged"
+
+
 def test_priorities_count_for_nothing_and_are_refused(server):
     response = server.http.post("/v1/completions", json=body(priority=-1), headers=key_of("quiet"))
     assert "fair looks at none" in error_of(response, 400)["message"]

@@ -150,7 +150,7 @@ class EngineThread:
         num_prompt_tokens = len(prompt_token_ids)
         num_samples = sampling.num_samples
         loop = asyncio.get_running_loop()
-        with_whom = together or Together()
+        with_whom = together or Together(num_prompt_tokens)
         is_judged = self._engine.scheduler.guardrails.shedder.is_on
         stream = TokenStream(
             loop,
@@ -167,7 +167,7 @@ class EngineThread:
             except Exception as error:  # noqa: BLE001 - whoever asked is told
                 failure = error  # Python forgets `error` where this clause ends
                 self._count_end(num_samples)
-                self._rates.spend(caller.tenant, -num_prompt_tokens)
+                with_whom.charge.give_back(num_prompt_tokens)
                 _call(stream.loop, lambda: stream.deltas.put_nowait(failure))
             else:
                 self._streams[request_id] = stream
@@ -183,7 +183,7 @@ class EngineThread:
             self.ensure_ready()
             self._queue.enter(num_samples)
             try:
-                self._rates.enter(caller.tenant, num_prompt_tokens)
+                with_whom.charge.enter(self._rates, caller.tenant)
             except RateLimitError:
                 self._queue.turn_away(num_samples)
                 raise
