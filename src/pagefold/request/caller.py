@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pagefold.errors import InvalidRequestError
-from pagefold.request.session import MAX_SESSION_ID, SessionRef, session_ref
+from pagefold.request.session import MAX_SESSION_ID, NO_SESSION_ID, SessionRef, session_ref
 from pagefold.sampling import out_of_range
 from pagefold.speculation.params import SpeculativeParams  # noqa: TC001 - of a dataclass
 from pagefold.typecheck import wrong_type
@@ -103,6 +103,9 @@ class Caller:
             num_characters = len(getattr(self, field))
             if num_characters > MAX_SESSION_ID:
                 raise out_of_range(field, f"{num_characters} characters long", f"at most {MAX_SESSION_ID}")
+            if NO_SESSION_ID.search(getattr(self, field)):
+                msg = f"{field} holds control characters, or is a dot or two, so no URL could name the session."
+                raise InvalidRequestError(msg, param=field, remedy="Name it otherwise, such as by a UUID.")
         if self.parent_session_id and self.parent_session_id == self.session_id:
             msg = "parent_session_id is the session itself."
             raise InvalidRequestError(msg, param="parent_session_id", remedy="Name the session that called this one.")

@@ -30,7 +30,7 @@ def _is_ephemeral(kind: object) -> object:
 
 
 def _is_lifetime(ttl: object) -> object:
-    if ttl not in {"5m", "1h"}:
+    if ttl not in ("5m", "1h"):  # a set would hash whatever the JSON was
         msg = "a breakpoint lives for 5m or 1h"
         raise ValueError(msg)
     return ttl
