@@ -1,7 +1,7 @@
 """Breakpoints of the cache, as Anthropic spells them: ``cache_control`` on tools, texts and blocks of messages.
 
-All prompts are cached here, so a breakpoint decides nothing about what is found again. It is checked as Anthropic
-checks it, and its lifetime says under which count of ``usage`` new tokens are told.
+All prompts are cached here, so a breakpoint decides nothing about what is found again. Its type, lifetime, number
+and order are checked, and its lifetime says under which count of ``usage`` new tokens are told.
 """
 
 from __future__ import annotations
