@@ -58,12 +58,21 @@ def test_a_prompt_larger_than_the_burst_waits_for_a_full_bucket():
     rates = TokenRates({"a": TokenRate(10.0, 100.0)}, clock)
     rates.enter("a", 1000)
     clock.now += 90.0
-    assert refused(rates, "a", 1000).retry_after_s == 10
+    error = refused(rates, "a", 1000)
+    assert error.retry_after_s == 10
+    assert "need a full bucket" in str(error)
+    assert "full bucket" not in str(refused(rates, "a", 95))
     clock.now += 10.1
     rates.enter("a", 1000)
 
 
-def test_what_could_not_be_queued_is_given_back():
+def test_nobody_is_sent_away_for_longer_than_an_hour():
+    rates = TokenRates({"a": TokenRate(0.001, 1e12)}, Clock())
+    rates.enter("a", 10**12)
+    assert refused(rates, "a", 10**11).retry_after_s == 3600
+
+
+def test_what_is_given_back_can_be_used_again():
     rates = TokenRates({"a": TokenRate(10.0, 100.0)}, Clock())
     rates.enter("a", 100)
     rates.spend("a", -100)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ import httpx
 import pytest
 from local_server import PATIENCE_S, LocalServer, error_of, until
 
+from pagefold.engine.token_rates import TokenRate, TokenRates
 from pagefold.scheduler import Rates
 from pagefold.sim.replay_recording import replay_recording
 from pagefold.sim.traces.read_recording import read_recording
@@ -152,7 +154,7 @@ def test_an_idle_server_takes_anybody(server):
         response.read()
 
 
-def test_prompts_and_samples_of_one_request_are_judged_once(server):
+def test_prompts_of_one_request_are_judged_once(server):
     server.believe(SLOW)
     answer = server.complete([[1] * 9, [2] * 9, [3] * 9], max_tokens=2)
     assert len(answer["choices"]) == 3, "they are not refused since they are in each other's way"
@@ -165,10 +167,34 @@ def test_prompts_and_samples_of_one_request_are_judged_once(server):
     assert server.client._queue.num_requests == 0
 
 
+def test_a_tenant_gets_back_what_a_request_would_have_cost_that_comes_too_late(server):
+    rates = TokenRates({"": TokenRate(1e-3, 100.0)}, time.monotonic)
+    server.fill()
+    server.client._rates = rates
+    refused = server.judge("/v1/completions", {"prompt": [[1] * 30, [2] * 30], "max_tokens": 2})
+    assert error_of(refused, 429)["code"] == "ttft_target"
+    assert rates._buckets[""].level == pytest.approx(100, abs=2), "but for a token of the one that runs"
+
+
+def test_who_waits_to_be_judged_when_the_server_drains_is_judged(server):
+    server.fill()
+    number = len(server.answers)
+    server.send("/v1/completions", {"prompt": [1] * 5, "max_tokens": 2, "stream": True})
+    until(lambda: not server.client._commands.empty(), "the request to reach the engine")
+    draining = threading.Thread(target=server.client.drain, args=(PATIENCE_S,))
+    draining.start()
+    until(lambda: server.client._commands.qsize() >= 2, "the engine to be told that it drains")
+    server.runner.allow()
+    draining.join(PATIENCE_S)
+    until(lambda: len(server.answers) == 2, "both answers")
+    assert sorted(answer.status_code for answer in server.answers[number:]) == [200, 429]
+
+
 def test_a_client_that_leaves_before_it_is_judged_leaves_nothing_behind(server):
     server.fill()
-    with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{server.url}/v1/completions", json={**LONG, "stream": True}, timeout=0.5)
+    connection = server.post_raw("/v1/completions", {**LONG, "stream": True})
+    until(lambda: not server.client._commands.empty(), "the request to reach the engine")
+    connection.close()
     until(lambda: server.client._commands.qsize() >= 2, "the engine to be told that it left")
     server.runner.allow()
     server.check_pool()

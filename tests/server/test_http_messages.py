@@ -129,6 +129,10 @@ def test_a_stream_has_the_documented_events(tiny):
     assert end["usage"]["output_tokens"] == whole["usage"]["output_tokens"] == 20
     counts = [[count for name, count in each["usage"].items() if name != "cache_creation"] for each in (end, whole)]
     assert sum(counts[0]) == sum(counts[1])
+    for usage in (end["usage"], whole["usage"]):
+        created = usage["cache_creation"]
+        assert created.keys() == {"ephemeral_5m_input_tokens", "ephemeral_1h_input_tokens"}
+        assert sum(created.values()) == usage["cache_creation_input_tokens"]
 
 
 def test_system_and_messages_are_a_chat(tiny, client):

@@ -135,7 +135,7 @@ def test_the_smallest_priority_is_served_first(full):
 def test_a_priority_is_refused_where_none_counts(tiny):
     error = error_of(tiny.http.post("/v1/completions", json={"prompt": "x", "priority": 3}), 400)
     assert error["param"] == "priority"
-    assert "first come first served" in error["message"]
+    assert "fcfs looks at none" in error["message"]
     assert tiny.complete("x", priority=0, max_tokens=2)["choices"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import pytest
@@ -76,17 +77,24 @@ def test_a_session_changes_no_answer(server):
 
 
 def test_a_session_ends_while_a_request_of_it_runs(server):
-    body = {"prompt": list(range(100, 140)), "max_tokens": 100, "stream": True, "session_id": "long", **GREEDY}
-    headers = {"Authorization": "Bearer sk-a"}
-    with server.http.stream("POST", "/v1/completions", json=body, headers=headers) as answer:
-        lines = answer.iter_lines()
-        next(lines)
-        ended = end(server, "long").json()
-        assert ended["num_running"] in {0, 1}  # perhaps it has ended before
-        num_events = sum(line.startswith("data: {") for line in lines)
-    assert num_events >= 50, "it goes on"
+    superseded = server.engine.scheduler.core.blocks.expectations
+    before = superseded.num_superseded
+    body = {"prompt": list(range(100, 140)), "max_tokens": 100, "session_id": "long", **GREEDY}
+    server.runner.close_gate()
+    with ThreadPoolExecutor() as pool:
+        try:
+            going = pool.submit(post, server, "/v1/completions", **body)
+            server.runner.wait_in_step()
+            ending = pool.submit(end, server, "long")
+            until(lambda: not server.client._commands.empty(), "its end to reach the engine")
+        finally:
+            server.runner.allow()
+        assert ending.result().json()["num_running"] == 1
+        answer = going.result().json()
+    assert answer["usage"]["completion_tokens"] == 100, "it goes on"
     assert end(server, "long").status_code == 404
     until(lambda: not server.engine.scheduler.sessions._open, "the request has ended")
+    assert superseded.num_superseded > before, "its blocks lose their value when it ends"
 
 
 def test_what_is_edited_away_is_superseded(server):
@@ -107,6 +115,10 @@ def test_what_is_edited_away_is_superseded(server):
         ({"session_id": ""}, "session_id"),
         ({"session_id": "x" * 257}, "session_id"),
         ({"session_id": 5}, "session_id"),
+        ({"session_id": "abc\n"}, "session_id"),
+        ({"session_id": "a\x00b"}, "session_id"),
+        ({"session_id": "."}, "session_id"),
+        ({"session_id": "y", "parent_session_id": ".."}, "parent_session_id"),
         ({"parent_session_id": "y"}, "parent_session_id"),
         ({"session_id": "y", "parent_session_id": "y"}, "parent_session_id"),
     ],
@@ -120,8 +132,15 @@ def test_bad_sessions(server, path, fields, param):
 
 
 def test_a_session_that_nobody_began(server):
-    for name in ("never", "x" * 500, "a/b", "%00"):
+    for name in ("never", "x" * 500, "a/b", "%00", "a%0Ab"):
         assert end(server, name).status_code == 404
+
+
+def test_a_newline_behind_the_name_of_another_session_ends_nothing(server):
+    for name in ("abc", "...", "a.b", "a/..b"):
+        assert post(server, "/v1/completions", session_id=name).status_code == 200
+        assert end(server, f"{name}%0A").status_code == 404
+        assert end(server, name).status_code == 200
 
 
 def test_a_recording_carries_sessions_without_their_names(tiny_chat_model, tmp_path):
@@ -168,6 +187,8 @@ def text(words: str, control: object) -> dict[str, object]:
     [
         ({"cache_control": {"type": "for ever"}}, "ephemeral"),
         ({"cache_control": {"type": "ephemeral", "ttl": "2h"}}, "5m or 1h"),
+        ({"cache_control": {"type": "ephemeral", "ttl": []}}, "5m or 1h"),
+        ({"system": [text("a", {"type": "ephemeral", "ttl": {}})]}, "5m or 1h"),
         ({"cache_control": {}}, "type"),
         ({"system": [text("a", EPHEMERAL)] * 5}, "5 blocks with cache_control"),
         ({"system": [text("a", EPHEMERAL)] * 4, "cache_control": EPHEMERAL}, "5 blocks with cache_control"),
@@ -195,6 +216,23 @@ def test_breakpoints_that_cannot_be(server, fields, message):
     assert refused.status_code == 400
     assert refused.json()["type"] == "error"
     assert message in refused.json()["error"]["message"]
+
+
+def test_breakpoints_within_a_result_lie_before_its_own(server):
+    def asked(inner: object, outer: object) -> object:
+        call = {"type": "tool_use", "id": "t", "name": "look", "input": {}}
+        result = {"type": "tool_result", "tool_use_id": "t", "content": [text("seen", inner)], "cache_control": outer}
+        messages = [
+            {"role": "user", "content": "Look."},
+            {"role": "assistant", "content": [call]},
+            {"role": "user", "content": [result]},
+        ]
+        return post(server, "/v1/messages", messages=messages)
+
+    assert asked(HOUR, EPHEMERAL).status_code == 200
+    refused = asked(EPHEMERAL, HOUR)
+    assert refused.status_code == 400
+    assert "1h comes behind" in refused.json()["error"]["message"]
 
 
 def test_usage_tells_new_tokens_under_the_lifetime_of_the_last_breakpoint(server):

@@ -72,8 +72,13 @@ def test_weights_and_rates_name_their_tenant_when_they_are_refused(tmp_path):
     (account,) = read_key_file(written(tmp_path, text), print)
     assert (account.weight, account.tokens_per_s, account.burst_tokens) == (2.0, 500.0, 20000.0)
     assert CompletionRequest(prompt="x").caller(account).weight == 2.0
-    with pytest.raises(ConfigError, match=r"gives tenant acme weight -3; write 0\.001 to 1000, such as 1"):
+    with pytest.raises(ConfigError, match=r'gives tenant "acme" weight -3; write 0\.001 to 1000, such as 1'):
         read_key_file(written(tmp_path, entry + "weight = -3\n"), print)
+    for field in ("weight", "tokens_per_s"):
+        with pytest.raises(ConfigError, match=f'gives tenant "acme" {field} inf; write'):
+            read_key_file(written(tmp_path, f"{entry}{field} = 1{'0' * 400}\n"), print)
+        with pytest.raises(ConfigError, match=f'gives tenant "acme" {field} -inf; write'):
+            read_key_file(written(tmp_path, f"{entry}{field} = -1{'0' * 400}\n"), print)
 
 
 def test_a_tenants_share_is_for_requests_and_prefixes_that_ask_for_none():
@@ -81,7 +86,12 @@ def test_a_tenants_share_is_for_requests_and_prefixes_that_ask_for_none():
     for fields, wanted in (({}, (0.5, "")), ({"kv_keep": 1}, (1.0, "")), ({"kv_quality": "exact"}, (None, "exact"))):
         caller = CompletionRequest(prompt="x", **fields).caller(gamma)
         assert (caller.kv_keep, caller.kv_quality) == wanted
-    assert tenants_of(ServerConfig(accounts=(*ACCOUNTS, gamma))) == {"acme": None, "beta": None, "gamma": 0.5}
+    tenants = tenants_of(ServerConfig(accounts=(*ACCOUNTS, gamma)))
+    assert {tenant: account.kv_keep for tenant, account in tenants.items()} == {
+        "acme": None,
+        "beta": None,
+        "gamma": 0.5,
+    }
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o666, 0o644])

@@ -36,7 +36,8 @@ def record(file, rules, knows_messages=True):
         pin_limits=PinLimits(config.max_pinned_share, config.pin_half_life_s),
         emit=recorder,
     )
-    scheduler = Scheduler(core, SchedulerLimits(config.max_num_seqs, config.max_num_batched_tokens), emit=recorder)
+    limits = SchedulerLimits(config.max_num_seqs, config.max_num_batched_tokens)
+    scheduler = Scheduler(core, limits, admission=config.admission, emit=recorder)
     random, runner = Random(3), NullRunner()
     said = [[*range(100)] + [random.randrange(1000, 10**6) for _ in range(60)] for _ in range(8)]
     ends = [[100] for _ in said]

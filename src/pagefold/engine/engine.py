@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from pagefold.engine.together import Together
     from pagefold.kv.transfers import TierUse
     from pagefold.memory.capacity import Capacity
-    from pagefold.request import EndedSession, SessionRef
+    from pagefold.request import EndedSession, RequestTimes, SessionRef
     from pagefold.sampling import SamplingParams
     from pagefold.scheduler import Scheduler, Tiering
     from pagefold.steps import Runner, StepPlan
@@ -168,8 +168,8 @@ class Engine:
         grammar: Grammar | None = None,
         *,
         together: Together | None = None,
-    ) -> None:
-        """Queue a request, with all its samples.
+    ) -> RequestTimes:
+        """Queue a request, with all its samples; return its times, which are written as it goes on.
 
         Args:
             request_id: the caller's name for it.
@@ -242,6 +242,7 @@ class Engine:
         self._outputs.begin(samples, prompt_token_ids)
         self.scheduler.add(first)
         self.tiering.begin(first, now)
+        return first.times
 
     def foresee(self, prompt_token_ids: Sequence[int], caller: Caller = ANYBODY) -> Foreseen:
         """Return what a prompt would find in the cache.

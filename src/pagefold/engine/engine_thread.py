@@ -150,27 +150,32 @@ class EngineThread:
         num_prompt_tokens = len(prompt_token_ids)
         num_samples = sampling.num_samples
         loop = asyncio.get_running_loop()
-        with_whom = together or Together()
+        with_whom = together or Together(num_prompt_tokens)
         is_judged = self._engine.scheduler.guardrails.shedder.is_on
         stream = TokenStream(
             loop,
             num_samples,
             lambda stream: self._commands.put(lambda: abort(stream)),
-            caller.tenant,
+            None if caller.warm_up is not None else caller.tenant,
             is_taken=not is_judged,
         )
+
+        def give_back() -> None:
+            with_whom.charge.give_back(num_prompt_tokens)
 
         def add() -> None:
             try:
                 self._ensure_alive()
-                self._engine.add(request_id, prompt_token_ids, sampling, caller, grammar, together=with_whom)
+                times = self._engine.add(request_id, prompt_token_ids, sampling, caller, grammar, together=with_whom)
             except Exception as error:  # noqa: BLE001 - whoever asked is told
                 failure = error  # Python forgets `error` where this clause ends
-                self._count_end(num_samples)
-                self._rates.spend(caller.tenant, -num_prompt_tokens)
+                with self._gate:  # nothing has ended, so it says nothing of when room will be
+                    self._queue.turn_away(num_samples)
+                give_back()
                 _call(stream.loop, lambda: stream.deltas.put_nowait(failure))
             else:
                 self._streams[request_id] = stream
+                stream.on_end = lambda: give_back() if times.scheduled_s is None else None
                 if is_judged:
                     _call(stream.loop, lambda: stream.deltas.put_nowait(Taken()))
 
@@ -183,7 +188,8 @@ class EngineThread:
             self.ensure_ready()
             self._queue.enter(num_samples)
             try:
-                self._rates.enter(caller.tenant, num_prompt_tokens)
+                if stream.payer is not None:
+                    with_whom.charge.enter(self._rates, stream.payer)
             except RateLimitError:
                 self._queue.turn_away(num_samples)
                 raise
@@ -259,7 +265,9 @@ class EngineThread:
 
     def _forget(self, request_id: str) -> None:
         """Tell a stream's reader nothing more."""
-        self._count_end(self._streams.pop(request_id).num_samples)
+        stream = self._streams.pop(request_id)
+        stream.on_end()
+        self._count_end(stream.num_samples)
 
     def _count_end(self, num_samples: int) -> None:
         """So many samples, of one request, are not here any more."""
@@ -312,7 +320,8 @@ class EngineThread:
             if delta.is_last:
                 self._forget(delta.request_id)
             by_loop.setdefault(stream.loop, []).append((stream, delta))
-            num_made[stream.tenant] = num_made.get(stream.tenant, 0) + len(delta.token_ids)
+            if stream.payer is not None:
+                num_made[stream.payer] = num_made.get(stream.payer, 0) + len(delta.token_ids)
         for tenant, num_tokens in num_made.items():
             self._rates.spend(tenant, num_tokens)
         for loop, pairs in by_loop.items():

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
 __all__ = ["NO_RATES", "AnyRates", "TokenRate", "TokenRates"]
 
 
+_MAX_RETRY_AFTER_S = 3600
+"""Who has to wait for longer comes again and is told again."""
+
+
 @dataclass(frozen=True, slots=True)
 class TokenRate:
     """How much a tenant may use.
@@ -32,7 +36,7 @@ class AnyRates(Protocol):
     """Who may use how many tokens."""
 
     def enter(self, tenant: str, num_prompt_tokens: int) -> None:
-        """Charge a tenant for the prompt of a request.
+        """Charge a tenant for the prompts of a request.
 
         Raises:
             RateLimitError: it has used up what it may; nothing is charged.
@@ -78,8 +82,8 @@ class _Bucket:
 class TokenRates:
     """A token bucket for each tenant that has a rate. Any thread may ask.
 
-    A request is let in if the bucket has its prompt's tokens; one of more than the burst, if the bucket is full. The
-    prompt is charged then, and output tokens when they are made, whoever reads them when: an output goes on though the
+    A request is let in if the bucket has the tokens of its prompts; one of more than the burst, if the bucket is full.
+    They are charged then, and output tokens when they are made, whoever reads them when: an output goes on though the
     bucket is below 0, and the next request waits.
 
     Args:
@@ -105,12 +109,15 @@ class TokenRates:
                 bucket.level -= num_prompt_tokens
                 return
             left = max(0, math.floor(bucket.level))
-        retry_after_s = max(1, math.ceil(missing / rate.tokens_per_s))
+        retry_after_s = max(1, math.ceil(min(missing / rate.tokens_per_s, _MAX_RETRY_AFTER_S)))
+        remedy = f"Try again in {retry_after_s} s."
+        if num_prompt_tokens > rate.burst_tokens:
+            remedy = f"So many need a full bucket: send nothing else until then. {remedy}"
         msg = (
-            f"The prompt has {num_prompt_tokens} tokens, and {left} are left of the {rate.tokens_per_s:g} a second "
-            f"that this key's tenant may use (at most {rate.burst_tokens:g} at once)."
+            f"The request's prompts have {num_prompt_tokens} tokens, and {left} are left of the "
+            f"{rate.tokens_per_s:g} a second that this key's tenant may use (at most {rate.burst_tokens:g} at once)."
         )
-        raise RateLimitError(msg, retry_after_s=retry_after_s, remedy=f"Try again in {retry_after_s} s.")
+        raise RateLimitError(msg, retry_after_s=retry_after_s, remedy=remedy)
 
     def spend(self, tenant: str, num_tokens: int) -> None:
         """See :class:`AnyRates`."""

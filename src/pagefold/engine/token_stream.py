@@ -28,10 +28,12 @@ class TokenStream:
         loop: where it is read.
         num_samples: of the request.
         abort: called when its reader stops before the end.
+        payer: the tenant that is charged for its tokens; None for nobody.
         is_taken: whether the engine has taken the request, or will not judge it.
 
     Attributes:
         is_taken: whether the engine has taken it, as far as its reader knows.
+        on_end: called on the engine's thread when the request ends, and before the engine aborts it.
 
     Raises:
         InvalidRequestError, EngineStoppedError, LoadShedError: the engine refused the request, or failed.
@@ -42,17 +44,18 @@ class TokenStream:
         loop: asyncio.AbstractEventLoop,
         num_samples: int,
         abort: Callable[[TokenStream], None],
-        tenant: str = "",
+        payer: str | None = None,
         *,
         is_taken: bool = True,
     ) -> None:
         self.loop = loop
-        self.tenant = tenant
+        self.payer = payer
         self.num_samples = num_samples
         self.deltas: asyncio.Queue[OutputDelta | Taken | Exception] = asyncio.Queue()
         self.is_taken = is_taken
         self._held: deque[list[OutputDelta] | Exception] = deque()  # taken from the queue; a list is told as one
         self._growing: dict[int, list[OutputDelta]] = {}  # the lists of ``_held`` that may grow, by sample
+        self.on_end: Callable[[], None] = _nothing
         self._abort = abort
         self._has_ended = False
 
@@ -111,3 +114,7 @@ class TokenStream:
         if not self._has_ended:
             self._has_ended = True
             self._abort(self)
+
+
+def _nothing() -> None:
+    """What is due at the end of a request that was never queued."""

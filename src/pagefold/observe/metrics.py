@@ -335,7 +335,7 @@ class Metrics:
         self._responses = Counter(
             "pagefold:http_responses",
             "HTTP responses by the labels route, as the API's description has it, and status: 429 is a full "
-            "queue, or a target that would not be kept. "
+            "queue, a target that would not be kept, a token rate that is used up, or too many large bodies. "
             "Paths that are no route, and requests that are refused before it is looked up, are of route other.",
             (*self._labels, "route", "status"),
             registry=self.registry,

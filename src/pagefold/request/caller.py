@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from pagefold.errors import InvalidRequestError
 from pagefold.request.hint_pin import HintPin  # noqa: TC001 - of a dataclass
-from pagefold.request.session import MAX_SESSION_ID, SessionRef, session_ref
+from pagefold.request.session import MAX_SESSION_ID, NO_SESSION_ID, SessionRef, session_ref
 from pagefold.sampling import out_of_range
 from pagefold.speculation.params import SpeculativeParams  # noqa: TC001 - of a dataclass
 from pagefold.typecheck import wrong_type
@@ -106,6 +106,9 @@ class Caller:
             num_characters = len(getattr(self, field))
             if num_characters > MAX_SESSION_ID:
                 raise out_of_range(field, f"{num_characters} characters long", f"at most {MAX_SESSION_ID}")
+            if NO_SESSION_ID.search(getattr(self, field)):
+                msg = f"{field} holds control characters, or is a dot or two, so no URL could name the session."
+                raise InvalidRequestError(msg, param=field, remedy="Name it otherwise, such as by a UUID.")
         for num_tokens, ttl_s in self.hint_pins:
             if num_tokens < 1 or not 0.0 < ttl_s < float("inf"):
                 said = f"{num_tokens} tokens for {ttl_s} seconds"

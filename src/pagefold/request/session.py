@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from hashlib import blake2b
 from typing import NamedTuple
 
-__all__ = ["MAX_SESSION_ID", "EndedSession", "SessionRef", "session_ref"]
+__all__ = ["MAX_SESSION_ID", "NO_SESSION_ID", "EndedSession", "SessionRef", "session_ref"]
 
 MAX_SESSION_ID = 256
 """Characters of a session's id, at most."""
+
+NO_SESSION_ID = re.compile(r"[\x00-\x1f\x7f-\x9f]|\A\.{1,2}\Z")
+"""What no session's id may be: clients and routers drop it from a URL that names the session."""
 
 _DIGEST_BYTES = 16
 

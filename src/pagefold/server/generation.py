@@ -109,6 +109,7 @@ class Generation:
         InvalidRequestError: one of them can never be served.
         EngineStoppedError: the engine takes no requests.
         QueueFullError: they do not all fit into the queue.
+        RateLimitError: the caller's tenant has used up the tokens that it may for now.
     """
 
     def __init__(  # noqa: PLR0913 - a request, by name
@@ -134,13 +135,14 @@ class Generation:
         self._prompts = prompts
         self._sampling = sampling
         self._streams: list[TokenStream] = []
-        together = Together()
+        together = Together(sum(map(len, prompts)))
         try:
             for one_id, prompt in zip(self.request_ids, prompts, strict=True):
                 stream = client.submit(one_id, prompt, sampling, caller, grammar, together=together)
                 self._streams.append(stream)
         except BaseException:
             self.close()
+            together.charge.give_all_back()
             raise
         self._thinking = thinking
         # As many as may be here.

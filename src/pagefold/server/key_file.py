@@ -19,8 +19,10 @@ Several keys may belong to one tenant. Nothing here ever shows a key, nor a line
 
 from __future__ import annotations
 
+import math
 import re
 import stat
+import sys
 import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -124,7 +126,7 @@ def _account(path: str, line: int, entry: object, classes: dict[str, int]) -> Ac
         raise _bad(path, line, "begins an entry whose kv_keep is not a share above 0, or 1 for all")
     weight, tokens_per_s, burst_tokens = (_number(path, line, tenant, entry, name) for name in _RANGES)
     if burst_tokens is not None and tokens_per_s is None:
-        raise _bad(path, line, f"gives tenant {tenant} burst_tokens {burst_tokens:g}, and no tokens_per_s beside it")
+        raise _bad(path, line, f'gives tenant "{tenant}" burst_tokens {burst_tokens:g}, and no tokens_per_s beside it')
     return Account(
         key=key,
         tenant=tenant,
@@ -144,9 +146,11 @@ def _number(path: str, line: int, tenant: str, entry: dict[str, Any], name: str)
         return None
     least, most, hint = _RANGES[name]
     if type(value) not in (int, float):
-        raise _bad(path, line, f"gives tenant {tenant} a {name} that is no number; write one, {hint}")
+        raise _bad(path, line, f'gives tenant "{tenant}" a {name} that is no number; write one, {hint}')
     if not least <= value <= most:  # nor is NaN
-        raise _bad(path, line, f"gives tenant {tenant} {name} {value:g}; write {least:g} to {most:g}, {hint}")
+        if abs(value) > sys.float_info.max:  # an integer has no end
+            value = math.inf if value > 0 else -math.inf
+        raise _bad(path, line, f'gives tenant "{tenant}" {name} {value:g}; write {least:g} to {most:g}, {hint}')
     return float(value)
 
 

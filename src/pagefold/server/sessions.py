@@ -28,7 +28,8 @@ def session_routes(served: Served) -> APIRouter:
     async def end_session(session_id: str, request: Request) -> dict[str, Any]:
         """End a session, with those of its sub-agents: what they alone have cached is evicted first."""
         ended = None
-        if 0 < len(session_id) <= MAX_SESSION_ID:
+        is_whole = request.scope["path"].endswith(session_id)  # the router leaves a newline at the end out
+        if is_whole and 0 < len(session_id) <= MAX_SESSION_ID:
             ended = await served.client.end_session(session_ref(account_of(request.scope).tenant, session_id))
         if ended is None:
             msg = f"Session with id {ascii(session_id)[:_NUM_SHOWN_CHARACTERS]} not found."

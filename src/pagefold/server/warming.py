@@ -6,6 +6,7 @@ import uuid
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from pagefold.config import Account
 from pagefold.errors import InvalidRequestError, PinQuotaError
 from pagefold.request import Caller
 from pagefold.sampling import SamplingParams
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Warmer", "described", "tenants_of"]
 
+_NOBODY = Account(key="")
 _SAMPLING = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
 
 
@@ -30,11 +32,11 @@ class Warmer:
 
     Attributes:
         served: what they are warmed on.
-        tenants: those whom a key file names, each with the share of older tokens that it has kept by default.
+        tenants: those whom a key file names, each with an account of it, whose terms are those of all.
     """
 
     served: Served
-    tenants: Mapping[str, float | None]
+    tenants: Mapping[str, Account]
 
     async def warm(self, asked: WarmRequest) -> dict[str, Any]:
         """Cache the prompt, or the part of it that stays the same whatever follows; return what came of it.
@@ -47,11 +49,13 @@ class Warmer:
         self._check_tenant(asked.tenant)
         prompt = await self.served.encode_prefix(asked)
         asks = asked.kv_keep is not None or asked.kv_quality is not None
+        account = self.tenants.get(asked.tenant or "", _NOBODY)
         caller = Caller(
             tenant=asked.tenant or "",
+            weight=1.0 if account.weight is None else account.weight,
             cache_salt=asked.cache_salt or "",
             warm_up=asked.warm_up(),
-            kv_keep=asked.kv_keep if asks else self.tenants.get(asked.tenant or ""),
+            kv_keep=asked.kv_keep if asks else account.kv_keep,
             kv_quality=asked.kv_quality or "",
         )
         generation = Generation(
@@ -84,9 +88,9 @@ class Warmer:
             raise InvalidRequestError(msg, param="tenant", remedy=remedy)
 
 
-def tenants_of(config: ServerConfig) -> dict[str, float | None]:
-    """Return the tenants whom the key file names, each with the share of older tokens that it has kept by default."""
-    return {account.tenant: account.kv_keep for account in config.accounts}
+def tenants_of(config: ServerConfig) -> dict[str, Account]:
+    """Return the tenants whom the key file names, each with its last account there: all of them have the same terms."""
+    return {account.tenant: account for account in config.accounts}
 
 
 def described(pin: PinStatus) -> dict[str, Any]:

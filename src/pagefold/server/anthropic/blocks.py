@@ -158,12 +158,12 @@ class MessageParam(Body):
         return self
 
     def controls(self) -> Iterator[CacheControl | None]:
-        """Yield what its blocks say of the cache; None of those that say nothing."""
+        """Yield what its blocks say of the cache, in order of their ends; None of those that say nothing."""
         for block in self.content:
-            if not isinstance(block, ThinkingBlock):
-                yield block.cache_control
             if isinstance(block, ToolResultBlock):
                 yield from (text.cache_control for text in block.content)
+            if not isinstance(block, ThinkingBlock):
+                yield block.cache_control
 
 
 def breakpoints_of(system: Sequence[TextBlock], messages: Sequence[MessageParam]) -> Iterator[Breakpoint]:

@@ -1,8 +1,8 @@
 """Breakpoints of the cache, as Anthropic spells them: ``cache_control`` on tools, texts and blocks of messages.
 
 All prompts are cached here, so a breakpoint does not decide whether what is before it is found again: it asks that it
-stays, so long. It is checked as Anthropic checks it, and its lifetime says under which count of ``usage`` new tokens
-are told.
+stays, so long. Its type, lifetime, number and order are checked, and its lifetime says under which count of ``usage``
+new tokens are told.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _is_ephemeral(kind: object) -> object:
 
 
 def _is_lifetime(ttl: object) -> object:
-    if ttl not in {"5m", "1h"}:
+    if ttl not in ("5m", "1h"):  # a set would hash whatever the JSON was
         msg = "a breakpoint lives for 5m or 1h"
         raise ValueError(msg)
     return ttl
