@@ -148,7 +148,7 @@ _BAD_COMPLETIONS = {
     "stop ids number": ({"prompt": "a", "stop_token_ids": 5}, "stop_token_ids", "list"),
     "ignore_eos number": ({"prompt": "a", "ignore_eos": 1}, "ignore_eos", "1"),
     "salt number": ({"prompt": "a", "cache_salt": 5}, "cache_salt", "5"),
-    "priority where none counts": ({"prompt": "a", "priority": 1}, "priority", "first come"),
+    "priority where none counts": ({"prompt": "a", "priority": 1}, "priority", "fcfs looks at none"),
     "returns in less than no time": ({"prompt": "a", "returns_in_s": -1.0}, "returns_in_s", "between 0"),
     "returns never": ({"prompt": "a", "returns_in_s": 1e9}, "returns_in_s", "a day"),
     "returns soon": ({"prompt": "a", "returns_in_s": "soon"}, "returns_in_s", "valid number"),
