@@ -225,7 +225,7 @@ BAD = {
     "much metadata": ({"input": "a", "metadata": {str(n): "" for n in range(17)}}, "metadata", "16"),
     "long metadata": ({"input": "a", "metadata": {"a": "b" * 513}}, "metadata.a", "512"),
     "long user": ({"input": "a", "user": "b" * 513}, "user", "512"),
-    "priority": ({"input": "a", "priority": 3}, "priority", "first come"),
+    "priority": ({"input": "a", "priority": 3}, "priority", "fcfs looks at none"),
     "store": ({"input": "a", "store": "yes"}, "store", "'yes'"),
     "previous": ({"input": "a", "previous_response_id": 5}, "previous_response_id", "5"),
     "unknown previous": ({"input": "a", "previous_response_id": "resp_1"}, "previous_response_id", "resp_1"),

@@ -113,6 +113,7 @@ class Pool:
         max_num_seqs: sequences at once; None for as many as fit.
         max_num_batched_tokens: tokens computed in one step.
         rules: what each cache group keeps; all have blocks of ``block_size``.
+        admission: the rule of admission, by its name in ``--admission``. Other engines let in whose prompt fits.
     """
 
     num_blocks: int
@@ -120,6 +121,7 @@ class Pool:
     max_num_seqs: int | None
     max_num_batched_tokens: int
     rules: tuple[KeepRule, ...] = (KEEP_ALL,)
+    admission: str = "prompt"
 
     def likeness(self, scale: float, shrink: float, longest: int) -> Pool:
         """Return a pool for so many times fewer requests, that are so many times shorter; the longest fits into it."""
@@ -128,7 +130,7 @@ class Pool:
         rules = tuple(_shrunk(rule, shrink) for rule in self.rules)
         least = sum(rule.num_blocks_for(longest, num_tokens, self.block_size) for rule in rules)
         num_blocks = max(round(self.num_blocks / scale / shrink), least)
-        return Pool(num_blocks, self.block_size, num_seqs, num_tokens, rules)
+        return Pool(num_blocks, self.block_size, num_seqs, num_tokens, rules, self.admission)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +193,7 @@ def _simulate(pool: Pool, workload: Workload, expected: float, scale: float, *, 
     # What is preempted finds its own blocks again, and nothing else comes back: the cheapest policy will do.
     core = KVCore(pool.num_blocks, block_size=pool.block_size, rules=pool.rules, policy=make_policy("lru"))
     limits = SchedulerLimits(num_seqs, pool.max_num_batched_tokens)
-    scheduler = Scheduler(core, limits, admission="predicted", emit=watch)  # as a server does by default
+    scheduler = Scheduler(core, limits, admission=pool.admission, emit=watch)
     runner = NullRunner()
     rng = Random(0)  # noqa: S311 - a workload, no secret
     shared = workload.prefix_len if with_sharing else 0

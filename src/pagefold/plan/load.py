@@ -83,6 +83,7 @@ def plan_load(question: Question, memory: Memory) -> WorkloadPlan:
         memory.max_num_seqs or capacity.num_residuals or None,
         memory.max_num_batched_tokens,
         rules,
+        "predicted" if question.settings.engine_on(question.device).is_ours else "prompt",
     )
     reached = reach(pool, workload, footprint=simulated.mean_blocks, with_sharing=False)
     shared = reached
