@@ -132,7 +132,7 @@ def test_a_tier_counts_where_requests_are_served_by_priority(tiny, monkeypatch, 
     seen = []
     scheduler = tiny.engine.scheduler
     add = scheduler.add
-    monkeypatch.setattr(type(scheduler.policy), "name", policy)
+    monkeypatch.setattr(type(scheduler.policy), "heeds_priority", policy == "priority")
     monkeypatch.setattr(scheduler, "add", lambda request: (seen.append(request.priority), add(request)))
     account = Account(key="k", priority=0 if policy == "fcfs" else 5)
     caller = CompletionRequest.model_validate({"prompt": "a", "service_tier": "priority"}).caller(account)
