@@ -19,9 +19,9 @@ SLOW_COMPUTE = LinearStepCost(step_s=5e-3, token_s=6e-4)
 MANY = 10**6
 
 
-def run(tiers, *, cost=SLOW_COMPUTE, num_chats=100, num_blocks=320):
+def run(tiers, *, cost=SLOW_COMPUTE, num_chats=100, num_blocks=320, admission="predicted"):
     requests = parse_workload(f"chat:num_chats={num_chats}").generate()
-    config = SimConfig(num_blocks=num_blocks, max_num_seqs=16, eviction_policy="lru", tiers=tiers)
+    config = SimConfig(num_blocks=num_blocks, max_num_seqs=16, eviction_policy="lru", tiers=tiers, admission=admission)
     return simulate(requests, config, step_cost=cost)
 
 
@@ -65,7 +65,8 @@ def test_a_disk_that_is_slower_than_computing_is_left_alone():
 
 
 def test_preempted_requests_wait_as_they_did():
-    report = run(TierModel(host_tokens=20_000, disk_tokens=MANY, fault_rate=0.2), num_chats=150, num_blocks=200)
+    tiers = TierModel(host_tokens=20_000, disk_tokens=MANY, fault_rate=0.2)
+    report = run(tiers, num_chats=150, num_blocks=200, admission="prompt")
     assert report.num_preemptions > 10
     assert report.num_disk_read > 100
     assert report.num_requests > 400
