@@ -137,7 +137,7 @@ def test_prompts_that_are_preempted_half_way_are_told_once_and_whole(tiny_folder
             victim = scheduler.running.pop()
             if victim.sampling.prompt_logprobs is not None:
                 num_half_way += 0 < len(victim.prompt_logprobs) < victim.num_prompt_tokens - 1
-            scheduler._rows._relief._preempt(victim, victim)
+            scheduler._rows._relief.preempt(victim, victim, "memory")
         return schedule(now)
 
     scheduler.schedule = harsh_schedule
