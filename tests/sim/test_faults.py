@@ -125,7 +125,8 @@ def trust_what_comes_back(monkeypatch) -> None:
 def test_a_bug_is_found_and_shrunk_to_a_test(plant):
     with pytest.MonkeyPatch.context() as monkeypatch:
         plant(monkeypatch)
-        found = hunt(20_000, seed=0)
+        seed = 0 if plant is trust_what_comes_back else 1000
+        found = hunt(20_000, seed=seed)
         assert found is not None
         most = 40 if plant is trust_what_comes_back else 10  # to evict, damage and load again takes some steps
         assert len(found.run.actions) < most < len(draw_run(found.seed).actions)
@@ -134,7 +135,7 @@ def test_a_bug_is_found_and_shrunk_to_a_test(plant):
             run_test(test, found.seed)
         assert found.error.startswith(type(raised.value).__name__)
         if plant is forget_to_take_back:
-            assert hunt(20_000, seed=0) == found  # the same, always
+            assert hunt(20_000, seed=seed) == found  # the same, always
     run_test(test, found.seed)  # and without the bug it passes
 
 
