@@ -228,9 +228,9 @@ class Expectations:
 
     def victim(self, now_s: float) -> Victim | None:
         """Return the leaf that goes next; None where no leaf is evictable."""
-        node = self._superseded.first()
-        if node is not None:
-            return Victim(node, "superseded", None)
+        superseded = self.superseded()
+        if superseded is not None:
+            return superseded
         if self._looks and self._looks[0][0] <= now_s:
             self._look_at_due(now_s)
         by_policy = self._policy.victim()
