@@ -309,6 +309,7 @@ class RequestAdded:
         has_stop_strings: whether a text may end it.
         has_beams: whether these are beams of a search, whose tokens are known at the end.
         tenant, weight: as in ``Request``.
+        quota: (floor, cap) of its tenant, in blocks of the device; the cap is None for none. None for no quota.
     """
 
     sample_ids: tuple[str, ...]
@@ -329,6 +330,7 @@ class RequestAdded:
     tenant: str = ""
     weight: float = 1.0
     session: tuple[bytes, bytes, bytes] | None = None
+    quota: tuple[int, int | None] | None = None
 
 
 RefusalReason: TypeAlias = Literal["ttft_target"]
@@ -642,10 +644,11 @@ class OutputForecastChecked:
         return self.least_tokens <= self.num_output_tokens <= self.most_tokens
 
 
-WaitCause: TypeAlias = Literal["seats", "memory", "growth", "prefills", "tokens", "apart"]
+WaitCause: TypeAlias = Literal["seats", "memory", "growth", "prefills", "tokens", "apart", "kv_cap"]
 """What who is next waits for, and with it all behind: one of the places (``max_num_seqs``), blocks, blocks that are
-promised to the growth of those that run, a place among prompts that are partly computed, tokens of a step's budget, or
-that those run apart whom a failed step left under suspicion."""
+promised to the growth of those that run, a place among prompts that are partly computed, tokens of a step's budget,
+that those run apart whom a failed step left under suspicion, or room below its tenant's cap, for which its tenant's
+others alone wait with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -660,6 +663,7 @@ class StepPlanned:
         drafts: of each request that has drafts in it, its id and how many.
         waits_for: what those wait for whom it has not let in; None where nobody does.
         prefill_cap_tokens: how many tokens of prompts it might compute, by the guardrails; None for any number.
+        capped: tenants of whom somebody waits for room below the cap, and has been passed.
     """
 
     step_id: int
@@ -670,6 +674,7 @@ class StepPlanned:
     drafts: tuple[tuple[str, int], ...] = ()
     waits_for: WaitCause | None = None
     prefill_cap_tokens: int | None = None
+    capped: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

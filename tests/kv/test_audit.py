@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from array import array
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,9 @@ from pagefold.kv import (
     CopyOp,
     HostTier,
     KVCore,
+    KVQuota,
     PrefixHit,
+    Quotas,
     Residuals,
     SequenceCache,
     SlowTiers,
@@ -695,6 +698,67 @@ def landmark_that_keeps_what_is_kept_anyway(core: KVCore) -> None:
     landmark.blocks = (*landmark.blocks, whole)
 
 
+def core_with_quotas() -> tuple[KVCore, Quotas]:
+    """A core in which tenant ``a`` has two cached blocks, all below its floor, and others one that is as old."""
+    quotas = Quotas()
+    quotas.arrived("a", KVQuota(2, 4))
+    make = partial(make_policy, "lru")
+    core = KVCore(8, block_size=4, policy=quotas.policy(make(), make), quotas=quotas)
+    for tenant, tokens in (("a", range(8)), ("", range(4))):
+        namespace = tenant.encode()
+        cache, _ = core.acquire(core.match(namespace, pack(tokens), 0), tenant=tenant)
+        assert core.extend(cache, 0, len(tokens))
+        promise = core.publishing.promise(cache, pack(tokens), len(tokens))
+        assert promise is not None
+        core.publishing.commit(promise)
+        core.release(cache)
+    audit(core)
+    return core, quotas
+
+
+def with_quotas(corrupt: Callable[[KVCore, Quotas], None]) -> Callable[[World], None]:
+    """Let a corruption have a core with quotas."""
+
+    def corrupt_world(world: World) -> None:
+        world.core, quotas = core_with_quotas()
+        corrupt(world.core, quotas)
+
+    corrupt_world.__name__ = corrupt.__name__
+    return corrupt_world
+
+
+def tenants_blocks_miscounted(_core: KVCore, quotas: Quotas) -> None:
+    quotas.of("a").num_blocks += 1
+
+
+def tenant_above_its_cap(_core: KVCore, quotas: Quotas) -> None:
+    quotas.of("a").cap_blocks = 1
+
+
+def withheld_of_a_tenant_miscounted(_core: KVCore, quotas: Quotas) -> None:
+    quotas.of("a").num_withheld = 1
+
+
+def withheld_of_all_miscounted(_core: KVCore, quotas: Quotas) -> None:
+    quotas.num_withheld = 1
+
+
+def published_among_anothers(core: KVCore, quotas: Quotas) -> None:
+    mine, other = core.pool.blocks[0], core.pool.blocks[2]
+    assert mine.tenant is not other.tenant
+    mine.tenant, other.tenant = other.tenant, mine.tenant
+    assert quotas.of("a").num_blocks == 2
+
+
+def held_by_another_tenant(core: KVCore, quotas: Quotas) -> None:
+    cache, _ = core.acquire(core.match(b"", pack(range(4)), 4), tenant="")
+    cache.tenant = quotas.of("a")
+
+
+def victim_below_a_floor(core: KVCore, quotas: Quotas) -> None:
+    core.policy._givers = lambda: list(quotas)
+
+
 CORRUPTIONS: list[tuple[Callable[[World], None], str]] = [
     (misplaced_block, "a block is not at its place"),
     (cached_count_off_by_one, "pool.num_cached=4 but 3 are"),
@@ -789,6 +853,13 @@ CORRUPTIONS: list[tuple[Callable[[World], None], str]] = [
     (candidate_missing, "policy offers 1 nodes, 2 are evictable"),
     (candidate_too_many, "policy offers 3 nodes, 2 are evictable"),
     (candidates_but_no_victim, "no victim among its candidates"),
+    (with_quotas(tenants_blocks_miscounted), "tenant 'a' has (2, 2, 0) blocks, cached and pinned ones, not (3, 2, 0)"),
+    (with_quotas(tenant_above_its_cap), "tenant 'a' has 2 blocks, above its cap"),
+    (with_quotas(withheld_of_a_tenant_miscounted), "1 blocks of 'a' are withheld"),
+    (with_quotas(withheld_of_all_miscounted), "quotas.num_withheld=1, and tenants say 2"),
+    (with_quotas(published_among_anothers), "published among another tenant's"),
+    (with_quotas(held_by_another_tenant), "a cache holds another tenant's block"),
+    (with_quotas(victim_below_a_floor), "the policy's victim is such as who asks cannot have"),
     (cold_block_elsewhere, "are not the first of"),
     (streamed_and_published, "a cache that streams has published blocks"),
     (cold_blocks_miscounted, "core.streaming.num_cold_blocks=2, 1 are held"),

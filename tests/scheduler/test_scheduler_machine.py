@@ -25,6 +25,8 @@ Held after every operation, for every policy, with tiny pools, small chunks and 
 * whose logits are no numbers ends, gets no token, and nothing is found that begins as it does; others go on;
 * who has drafts, right ones, wrong ones, or right ones and then wrong ones, generates what it does without, has just
   what was accepted behind each step, and publishes no more than that; drafts that are not finite end nobody;
+* where tenants have quotas, counted anew: no block goes below another tenant's floor, nobody has more than its cap, and
+  who waits for its cap is passed by all other tenants;
 * with guardrails, whatever their clock says, prompts get no more of a step than the cap and a token each, and every
   step gets on all the same; whoever is refused leaves nothing behind;
 * a step that is planned behind one in flight leaves every request as it was, has the positions that follow, and says
@@ -39,6 +41,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from random import Random
 from typing import TYPE_CHECKING
@@ -64,13 +67,17 @@ from pagefold.kv import (
     KEEP_ALL,
     NO_HOST,
     NO_MASK,
+    NO_QUOTAS,
     NO_RESIDUALS,
+    BlockState,
     BlockTable,
     HostTier,
     KeepRule,
     KVCore,
+    KVQuota,
     Namespace,
     PinLimits,
+    Quotas,
     Residuals,
     audit,
     make_policy,
@@ -93,7 +100,8 @@ if TYPE_CHECKING:
 BLOCK_SIZE = 4
 MAX_WAITING = 6
 NAMESPACES = tuple(Namespace(model="m", tenant=tenant).key() for tenant in ("", "a"))
-TENANTS, WEIGHTS = "aaaaabbc", {"a": 0.5, "b": 4.0, "c": 1.0}
+TENANTS, WEIGHTS = "aaaaabbc", {"a": 0.5, "b": 4.0, "c": 1.0, "d": 1.0}
+TENANTS_WITH_QUOTAS = "aaaabbccdd"
 """One sends most. Who asks is apart from what is shared, so that tenants find each other's blocks here."""
 STREAMS = tuple(tuple(Random(seed).choices(range(VOCAB_SIZE), k=60)) for seed in range(40))
 """What prompts begin with, so that prefixes, partial matches and duplicates are frequent: the first two are popular, of
@@ -155,6 +163,8 @@ class Setup:
     prefills: PrefillLimits = NO_PREFILL_LIMITS
     guarded: bool = False
     """There are targets, and steps take any time."""
+    quotas: bool = False
+    """Tenants have quotas, and no tenant finds another's blocks."""
 
 
 @dataclass
@@ -201,14 +211,26 @@ def _num_common_blocks(request: Request, other: Request) -> int:
 class Machine:
     """Operations, each legal at any time; one that makes no sense at the moment does nothing."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: Setup) -> None:  # noqa: PLR0915 - all that is held of it
         self.setup = setup
+        num_blocks = setup.num_blocks
+        self.quotas: dict[str, KVQuota] = {}
+        quotas = NO_QUOTAS
+        if setup.quotas:
+            self.quotas = {
+                "a": KVQuota(0, max(3, num_blocks // 2)),
+                "b": KVQuota(num_blocks // 4),
+                "c": KVQuota(num_blocks // 5, num_blocks // 5 + max(3, num_blocks // 3)),
+            }
+            quotas = Quotas()
+        make = partial(make_policy, setup.policy)
         self.core = KVCore(
             setup.num_blocks,
             block_size=BLOCK_SIZE,
             rules=setup.rules,
             host=HostTier(setup.num_host_blocks) if setup.num_host_blocks else NO_HOST,
-            policy=make_policy(setup.policy),
+            policy=quotas.policy(make(), make),
+            quotas=quotas,
             enable_prefix_caching=setup.enable_prefix_caching,
             pin_limits=PinLimits(setup.pinned_share, 8.0),
             residuals=Residuals(setup.max_num_seqs, BLOCK_SIZE) if setup.seals else NO_RESIDUALS,
@@ -237,6 +259,10 @@ class Machine:
             for num_tokens in range(min(60, setup.num_blocks // len(setup.rules) * BLOCK_SIZE), 0, -1)
             if self.core.rules.packing is None or self.core.num_blocks_for(num_tokens, num_new) <= setup.num_blocks
         )
+        if self.quotas:
+            floors = sum(quota.floor_blocks for quota in self.quotas.values())
+            caps = [quota.cap_blocks for quota in self.quotas.values() if quota.cap_blocks is not None]
+            self.max_total_tokens = min(60, BLOCK_SIZE * min(setup.num_blocks - floors, *caps))
         self.flights: list[Flight] = []  # two at most, in order
         self.requests: dict[str, Request] = {}
         self.expected: dict[str, list[int]] = {}
@@ -295,6 +321,9 @@ class Machine:
         num_samples = num_samples if warm_up is None else 1
         max_total = len(tokens) if num_new % 13 == 0 else max_total
         tenant = TENANTS[(own + which) % len(TENANTS)]
+        if self.quotas:
+            tenant = TENANTS_WITH_QUOTAS[(own + which) % len(TENANTS_WITH_QUOTAS)]
+            namespace = Namespace(model="m", tenant=tenant).key()
         num_hinted = (1 + which % 11, 1 + own % 23) if warm_up is None and which % 3 == 1 else ()
         hints = hints_within((HintPin(each, 1.0 + num_new % 30) for each in num_hinted), len(tokens))
         samples = [
@@ -315,6 +344,7 @@ class Machine:
                 mask=mask,
                 tenant=tenant,
                 weight=WEIGHTS[tenant],
+                quota=self.quotas.get(tenant),
                 session=session,
                 returns_in_s=returns_in_s,
             )
@@ -739,7 +769,8 @@ class Machine:
         elif self.setup.scheduling == "fcfs":
             everybody = [one.index for one in (*scheduler.running, *scheduler.waiting) if not one.num_preemptions]
             is_in_order = everybody == sorted(everybody)
-            self.is_out_of_order = not is_in_order and (self.is_out_of_order or scheduler.suspicion.is_on)
+            is_allowed = self.is_out_of_order or scheduler.suspicion.is_on or bool(self.quotas)
+            self.is_out_of_order = not is_in_order and is_allowed
             assert is_in_order or self.is_out_of_order, "not in order of arrival"
         elif self.setup.scheduling == "fair":
             self._check_shares()
@@ -860,7 +891,7 @@ class Machine:
             self.computed[request.request_id] = request.num_computed_tokens
             self._saw("lost what was not sealed")
 
-    def _check_admission(self, plan: StepPlan) -> None:
+    def _check_admission(self, plan: StepPlan) -> None:  # noqa: PLR0911 - one for each thing to wait for
         """Nobody waits who could run: admission ends for want of budget, seats or memory."""
         scheduler = self.scheduler
         if scheduler.suspicion.is_on:
@@ -868,7 +899,16 @@ class Machine:
         (planned,) = [event for event in self.events if isinstance(event, StepPlanned)]
         self._saw(f"waits for {planned.waits_for}", bool(scheduler.waiting))
         num_seats = self.setup.max_num_seqs - sum(request.num_seqs for request in scheduler.running)
-        candidates = list(scheduler.waiting) if self.setup.scheduling == "lpm" else [*scheduler.waiting][:1]
+        first = {one.tenant: one for one in reversed(scheduler.waiting)}
+        assert planned.capped <= self.quotas.keys()
+        if not plan.copies and self.setup.scheduling != "lpm":
+            assert all(self._is_capped(first[tenant]) for tenant in planned.capped if tenant in first), "may have more"
+        waiting = [one for one in scheduler.waiting if one.tenant not in planned.capped]
+        self._saw("passes one at its cap", bool(planned.capped and scheduler.waiting and plan.num_rows))
+        if planned.waits_for == "kv_cap":
+            assert not waiting, "somebody waits for another tenant's cap"
+            return
+        candidates = waiting if self.setup.scheduling == "lpm" else waiting[:1]
         if any(request.num_seqs > num_seats for request in candidates) or not candidates:
             return
         if planned.waits_for == "prefills":
@@ -884,6 +924,49 @@ class Machine:
             assert not all(could_run) or not self._is_exact(), "there is room beside all growth"
             return
         assert not all(self._could_run(request) for request in candidates), f"{candidates} could run"
+
+    # Quotas, counted anew.
+
+    def _count(self, tenant: str) -> tuple[int, int, int]:
+        """Return how many blocks a tenant has, how many of them nobody holds, and how many of those pins keep."""
+        blocks = [block for block in self.core.pool.blocks if block.state != BlockState.FREE]
+        names = {one.name: one for one in self.core.quotas}
+        mine = [block for block in blocks if block.tenant is names.get(tenant if tenant in self.quotas else "")]
+        cached = [block for block in mine if block.state == BlockState.CACHED]
+        return len(mine), len(cached), sum(block.num_pin_refs > 0 for block in cached)
+
+    def _room(self, tenant: str) -> float:
+        """Return how many blocks a tenant may get yet below its cap, with cached ones that no pin keeps."""
+        num_blocks, num_cached, num_pinned = self._count(tenant)
+        cap = self.quotas.get(tenant, KVQuota()).cap_blocks
+        return float("inf") if cap is None else cap - num_blocks + num_cached - num_pinned
+
+    def _may_give(self, giver: str, tenant: str, num_new: int) -> bool:
+        """Whether one tenant may be given what another lets go of."""
+        if giver == tenant or (giver not in self.quotas and tenant not in self.quotas):
+            return True
+        floor = self.quotas.get(giver, KVQuota()).floor_blocks
+        return self._room(tenant) >= num_new and self._count(giver)[0] > floor
+
+    def _num_available(self, tenant: str) -> int:
+        """Return how many blocks a tenant could get, had all pins been given up, and had it no cap."""
+        num_available = self.core.pool.num_free
+        for other in {*self.quotas, "d"}:
+            num_blocks, num_cached, _ = self._count(other)
+            floor = self.quotas.get(other, KVQuota()).floor_blocks
+            num_available += num_cached if other == tenant else min(num_cached, max(0, num_blocks - floor))
+        return num_available
+
+    def _is_capped(self, head: Request) -> bool:
+        """Whether one that waits would pass its tenant's cap with that one's others, had all its pins been given up."""
+        num_steps = self._num_reserved(head)
+        cap = self.quotas.get(head.tenant, KVQuota()).cap_blocks
+        if cap is None or num_steps is None:
+            return cap is not None
+        running = [one for one in self.scheduler.running if one.tenant == head.tenant]
+        needed = self._num_needed(head, running, num_steps) - (0 if running else len(head.forks))
+        num_blocks, num_cached, _ = self._count(head.tenant)
+        return needed > cap - num_blocks + num_cached
 
     def _check_prefills(self, plan: StepPlan) -> None:
         """There are as many partly computed prompts as may be."""
@@ -914,32 +997,43 @@ class Machine:
     def _could_run(self, head: Request) -> bool:
         """Whether all tokens of one that waits fit beside those of all that run."""
         scheduler, core = self.scheduler, self.core
-        num_groups, num_new = len(self.setup.rules), self.setup.max_num_batched_tokens
         num_steps = self._num_reserved(head)
         if num_steps is None:
             self._saw("comes back when it is first")
             return False
+        if self.quotas:
+            if self._is_capped(head):
+                return False
+            needed = int(self.setup.num_blocks * 0.01) + self._num_needed(head, scheduler.running, num_steps)
+            return needed <= self._num_available(head.tenant)
+        needed = int(self.setup.num_blocks * 0.01) + self._num_needed(head, scheduler.running, num_steps)
+        return needed <= core.num_available + core.pool.num_pinned
+
+    def _num_needed(self, head: Request, running: list[Request], num_steps: int) -> int:
+        """Return how many blocks one that waits needs for so many steps, with what those lack that run."""
+        core, num_groups, num_new = self.core, len(self.setup.rules), self.setup.max_num_batched_tokens
         num_tokens = min(head.num_tokens + num_steps, max(head.num_tokens, head.stop.max_total_tokens)) + 1
         needed = core.num_blocks_for(num_tokens, num_new, is_expected=True) + len(head.forks) * num_groups
-        needed += int(self.setup.num_blocks * 0.01)
-        for request in scheduler.running:
+        for request in running:
             num_tokens = max(request.num_tokens, min(request.num_tokens + num_steps, request.stop.max_total_tokens))
             needed += core.num_blocks_for(num_tokens, num_new, request.cache, is_expected=True)
             needed += len(request.forks) * num_groups
-        return needed <= core.num_available + core.pool.num_pinned
+        return needed
 
     def _num_reserved(self, head: Request) -> int | None:
         """Return for how many steps there must be room beside what waits first; None where it waits for all of them."""
-        if not head.num_preemptions or head.order < min(one.order for one in self.scheduler.running):
+        if not head.num_preemptions or all(head.order < one.order for one in self.scheduler.running):
             return 0
         self._saw("reserves")
         return None if head.num_preemptions > 2 else head.num_preemptions * max(head.num_output_tokens, BLOCK_SIZE)
 
-    def _choose(self, beneficiary: Request, num_planned: int) -> Request:
+    def _choose(self, beneficiary: Request, num_planned: int, num_new: int) -> Request:
         """Choose a victim, as the scheduler does, beside a slow twin."""
         choose, queues = type(self.scheduler._rows._relief._victims).choose, self.scheduler._queues
-        victim = choose(self.scheduler._rows._relief._victims, beneficiary, num_planned)
+        victim = choose(self.scheduler._rows._relief._victims, beneficiary, num_planned, num_new)
         having = [*queues.running[num_planned:], *queues.set_aside]
+        if self.quotas:
+            having = [one for one in having if self._may_give(one.tenant, beneficiary.tenant, num_new)]
         behind = sorted((one for one in having if one.order > beneficiary.order), key=lambda one: one.order)
         urgency = (lambda one: one.priority) if self.setup.scheduling == "priority" else (lambda one: 0)
         least = [one for one in behind if urgency(one) == max(map(urgency, behind))]
@@ -999,6 +1093,8 @@ class Machine:
             held = sum(shares.held(sample) for request in running for sample in (request, *request.forks))
             assert tenant.num_tokens == pytest.approx(held)
             orders = [request.order for request in self.requests.values() if request.tenant == name]
+            if self.quotas:  # who makes way for one that was passed at its cap goes a rounding behind it
+                orders = [(round(tag, 9), index) for tag, index in orders]
             assert orders == sorted(orders), "a tenant's requests are in order of arrival"
 
     def _check_pins(self) -> None:
@@ -1224,12 +1320,17 @@ class Machine:
 
     def _on_event(self, event: Event) -> None:
         self.events.append(event)
+        if isinstance(event, BlockEvicted) and event.cause == "allocation" and self.quotas:
+            tenant, asked = Namespace.from_key(event.node.root.key).tenant, self.requests[event.asked_by].tenant
+            is_kept = self._count(tenant)[0] < self.quotas.get(tenant, KVQuota()).floor_blocks
+            assert tenant == asked or not is_kept, f"{asked} has evicted a block below the floor of {tenant}"
+            self._saw("evicted for another", tenant != asked)
         if isinstance(event, BlockEvicted) and event.cause == "allocation":
             self._saw("something superseded is evicted", event.rule == "superseded")
             spared = None if event.rule == "superseded" else self.core.blocks.expectations.superseded()
             assert spared is None, "evicted, while something superseded could go"
         if isinstance(event, RequestPreempted) and event.cause == "memory":
-            assert not self.failed_extends[-1], "preempted, while pins alone keep a block"
+            assert self.quotas or not self.failed_extends[-1], "preempted, while pins alone keep a block"
 
     def _saw(self, what: str, holds: bool = True) -> None:
         if holds:
@@ -1680,6 +1781,19 @@ def test_what_is_worth_testing_happens() -> None:
         "what a preemption kept",
     ):
         assert seen[what] > 0, f"{what} never happened: {seen}"
+
+
+@pytest.mark.parametrize("scheduling", ["fcfs", "fair", "lpm", "priority"])
+@IN_FULL
+def test_random_operations_of_tenants_with_quotas(scheduling: str, in_full: bool) -> None:
+    """The same where tenants have floors and caps, which are counted anew."""
+    seen: Counter[str] = Counter()
+    asked = ("evicted for another", "passes one at its cap", "waits for kv_cap", "preempted", "ahead", "forked")
+    for seed in until_seen(range(740, 752), seen, asked, in_full=in_full):
+        changes = {"num_blocks": (9, 14, 20, 40)[seed % 4], "scheduling": scheduling, "quotas": True}
+        changes["admission"] = ("prompt", "predicted")[seed % 3 > 1]
+        seen += random_operations(seed, 300, "lru", **changes)
+    assert min(seen[what] for what in asked) > 0, seen
 
 
 @IN_FULL

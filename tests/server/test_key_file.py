@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import re
 from typing import TYPE_CHECKING
 
 import pytest
 from local_server import LocalServer, ProcessServer, error_of, start_cli
 
-from pagefold.config import Account, ServerConfig
+from pagefold.config import Account, ServerConfig, TenantQuota, quotas_of
 from pagefold.errors import ConfigError
 from pagefold.server.completion_schemas import CompletionRequest
 from pagefold.server.key_file import read_key_file
@@ -79,6 +80,22 @@ def test_weights_and_rates_name_their_tenant_when_they_are_refused(tmp_path):
             read_key_file(written(tmp_path, f"{entry}{field} = 1{'0' * 400}\n"), print)
         with pytest.raises(ConfigError, match=f'gives tenant "acme" {field} -inf; write'):
             read_key_file(written(tmp_path, f"{entry}{field} = -1{'0' * 400}\n"), print)
+
+
+def test_quotas_of_kv_are_of_tenants(tmp_path):
+    entry = '[[keys]]\nkey = "sk-secret"\ntenant = "acme"\n'
+    accounts = read_key_file(written(tmp_path, entry + "kv_floor = 0.25\nkv_cap = 0.5\n"), print)
+    assert quotas_of(accounts) == (TenantQuota(tenant="acme", kv_floor=0.25, kv_cap=0.5),)
+    assert quotas_of(read_key_file(written(tmp_path, entry + "kv_cap = 1\n"), print))[0].kv_cap == 1.0
+    assert quotas_of(read_key_file(written(tmp_path, entry), print)) == ()
+    for said, told in (
+        ('kv_cap = "25%"', 'gives tenant "acme" a kv_cap that is no number; write one, such as 0.25 for a quarter'),
+        ("kv_cap = 25", 'gives tenant "acme" kv_cap 25; write 1e-06 to 1, such as 0.25 for a quarter'),
+        ("kv_floor = -0.1", 'gives tenant "acme" kv_floor -0.1; write 0 to 0.99, such as'),
+        ("kv_floor = 0.5\nkv_cap = 0.25", 'gives tenant "acme" kv_floor 0.5, and kv_cap 0.25, which is less'),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(told)):
+            read_key_file(written(tmp_path, f"{entry}{said}\n"), print)
 
 
 def test_a_tenants_share_is_for_requests_and_prefixes_that_ask_for_none():

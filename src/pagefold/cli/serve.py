@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 import time
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -23,6 +24,7 @@ from pagefold.config import (
     environment_admin_key,
     environment_metrics_key,
     environment_remote_url,
+    quotas_of,
 )
 from pagefold.errors import ConfigError, InvalidRequestError, NotCalibratedError, PagefoldError
 from pagefold.events import fan_out
@@ -105,6 +107,7 @@ def serve(
             flags["metrics_key"] = None if flags["open_metrics"] else environment_metrics_key()
         flags["admin_api_key"] = flags["admin_api_key"] or environment_admin_key()
         accounts = _accounts(api_key_file, engine_config)
+        engine_config = replace(engine_config, kv_quotas=quotas_of(accounts))
         server_config = ServerConfig(accounts=accounts, **read_flags(ServerConfig, flags))
         if record_trace is not None and engine_config.has_slow_tiers:
             msg = "What slow tiers bring, and when, is not part of a recording yet."

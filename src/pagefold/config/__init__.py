@@ -20,6 +20,7 @@ from pagefold.config.environment import (
 from pagefold.config.flag import Flag
 from pagefold.config.machine import available_cpus, available_memory_bytes
 from pagefold.config.server_config import MAX_PRIORITY, REASONING_PARSERS, Account, ServerConfig, is_key
+from pagefold.config.tenant_quota import TenantQuota, quotas_of
 
 __all__ = [
     "DROPPED_BITS",
@@ -33,6 +34,7 @@ __all__ = [
     "Flag",
     "ModelImpl",
     "ServerConfig",
+    "TenantQuota",
     "TransportCodec",
     "available_cpus",
     "available_memory_bytes",
@@ -43,4 +45,5 @@ __all__ = [
     "environment_remote_url",
     "environment_traces",
     "is_key",
+    "quotas_of",
 ]

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Annotated, Literal, TypeAlias, get_args
 
 from pagefold.config.flag import Flag, bad_value, check_types, one_of
+from pagefold.config.tenant_quota import TenantQuota, check_quotas
 from pagefold.errors import ConfigError, InvalidRequestError
 from pagefold.kv import KV_CACHE_DTYPES
 from pagefold.kv.writes import WRITE_POLICIES, WritePolicy
@@ -128,6 +129,7 @@ class EngineConfig:
             without drafts then, and computes prompts in smaller pieces. None for no target.
         max_pinned_share: of all blocks, how many pins may keep together, 0 to 1.
         pin_half_life_s: seconds in which a pin's priority halves.
+        kv_quotas: of tenants: shares of the device's blocks. ``pagefold serve`` has them from the key file.
 
     Raises:
         ConfigError: a value is out of range, or two do not go together.
@@ -293,6 +295,7 @@ class EngineConfig:
     ] = None
     max_pinned_share: Annotated[float, Flag("Of all KV blocks, how many pins may keep together.")] = 0.5
     pin_half_life_s: Annotated[float, Flag("Seconds in which a pin's priority halves.")] = 3600.0
+    kv_quotas: tuple[TenantQuota, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
         from pagefold.kv.policies import POLICIES  # noqa: PLC0415 - kv stands on nothing here; keeps imports one-way
@@ -317,6 +320,12 @@ class EngineConfig:
         one_of("eviction_policy", self.eviction_policy, ("default", *POLICIES))
         one_of("scheduling_policy", self.scheduling_policy, get_args(SchedulingPolicyName))
         one_of("admission", self.admission, get_args(Admission))
+        check_quotas(self.kv_quotas)
+        floored = next((one for one in self.kv_quotas if one.kv_floor), None)
+        if floored is not None and not self.enable_prefix_caching:
+            what = f"Tenant {floored.tenant} has kv_floor {floored.kv_floor:g}"
+            msg = f"{what}, but without prefix caching nothing is kept."
+            raise ConfigError(msg, remedy="Leave it out, or set enable_prefix_caching.")
         if not 0 < self.priority_aging_s < float("inf"):  # without end, priority 0 would have no order
             raise bad_value("priority_aging_s", self.priority_aging_s, "a positive number of seconds")
         if self.request_timeout_s is not None and not self.request_timeout_s > 0:

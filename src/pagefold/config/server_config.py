@@ -39,6 +39,8 @@ class Account:
         weight: the tenant's share beside other tenants' weights, where the server shares by them; None for 1.
         tokens_per_s: tokens a second that the tenant may use, prompts and outputs together; None for any number.
         burst_tokens: how many it may use at once, behind a pause; None for what comes in a minute.
+        kv_floor: up to this share of the device's blocks its cached ones are not evicted for others; None for none.
+        kv_cap: the tenant never has more than this share of them; None for any number.
     """
 
     key: str = field(repr=False)
@@ -49,6 +51,8 @@ class Account:
     weight: float | None = None
     tokens_per_s: float | None = None
     burst_tokens: float | None = None
+    kv_floor: float | None = None
+    kv_cap: float | None = None
 
 
 def is_key(text: str) -> bool:

@@ -20,11 +20,13 @@ from pagefold.engine.on_card import ran_out
 from pagefold.engine.overlapped import OverlappedEngine
 from pagefold.engine.planning import hardware_of
 from pagefold.engine.target_check import broken_targets
+from pagefold.engine.tenant_limits import TenantLimits, check_fit
 from pagefold.engine.verdicts import check_quality
 from pagefold.events import CacheConfigured, Emit, ignore
 from pagefold.kv import (
     DEFAULT_POLICY,
     NO_HOST,
+    NO_QUOTAS,
     NO_RESIDUALS,
     NO_SLOW_TIERS,
     Arbiter,
@@ -32,6 +34,7 @@ from pagefold.kv import (
     KVCore,
     LinkModel,
     PinLimits,
+    Quotas,
     Residuals,
     SlowTiers,
     blocks_per_place,
@@ -175,11 +178,17 @@ def _assemble(
         slow = _slow_tiers(config, host, arbiter, stores, say)
     configured = _configured(config, capacity, geometry, has_stores=slow.is_on)
     emit(configured)
+    check_fit(config.kv_quotas, capacity)  # on a card more is known now
+    quotas = Quotas() if config.kv_quotas else NO_QUOTAS
+    num_places = capacity.num_blocks // configured.blocks_per_place
     core = KVCore(
         capacity.num_blocks,
         block_size=config.block_size,
         rules=[group.keeps for group in geometry.groups],
-        policy=make_policy(config.eviction_policy, capacity.num_blocks // configured.blocks_per_place, emit),
+        policy=quotas.policy(
+            make_policy(config.eviction_policy, num_places, emit),
+            partial(make_policy, config.eviction_policy, num_places),
+        ),
         enable_prefix_caching=config.enable_prefix_caching,
         pin_limits=PinLimits(config.max_pinned_share, config.pin_half_life_s),
         host=host,
@@ -187,6 +196,7 @@ def _assemble(
         arbiter=arbiter,
         allow_streaming=config.allow_streaming,
         residuals=Residuals(capacity.num_residuals, config.block_size) if capacity.num_residuals else NO_RESIDUALS,
+        quotas=quotas,
         emit=emit,
     )
     scheduler = Scheduler(
@@ -227,6 +237,7 @@ def _assemble(
             spec.vocab_size, spec.eos_token_ids, namespace, ends.union(spec.eos_token_ids), kinds_of(blueprint)
         ),
         capacity=capacity,
+        tenants=TenantLimits(config.kv_quotas, capacity),
         tiering=tiering,
         drafting=drafting,
         compiler=None if tokenizer is None else _compiler(tokenizer, spec),

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
     from pagefold.engine.foresight import Foreseen
     from pagefold.engine.pins import PinReport
+    from pagefold.engine.quota_report import QuotaStatus
     from pagefold.engine.status import EngineStatus
     from pagefold.engine.together import Together
     from pagefold.engine.token_stream import TokenStream
@@ -104,6 +105,13 @@ class EngineClient(Protocol):
 
     async def pins(self) -> PinReport:
         """Return what is pinned now.
+
+        Raises:
+            EngineStoppedError: the engine takes no more commands.
+        """
+
+    async def quotas(self) -> tuple[QuotaStatus, ...]:
+        """Return what tenants with a quota have now.
 
         Raises:
             EngineStoppedError: the engine takes no more commands.

@@ -22,7 +22,9 @@ from pagefold.engine.load_shed import load_shed
 from pagefold.engine.open_outputs import OpenOutputs
 from pagefold.engine.output_rules import matchers
 from pagefold.engine.pins import PinReport, report_pins
+from pagefold.engine.quota_report import QuotaStatus, report_quotas
 from pagefold.engine.request_checks import RequestChecks
+from pagefold.engine.tenant_limits import TenantLimits
 from pagefold.errors import InvalidRequestError
 from pagefold.events import Emit, ignore
 from pagefold.memory.cache_size import CacheSize
@@ -68,6 +70,7 @@ class Engine:
         tokenizer: for text and stop strings; None works in tokens only.
         limits: of the model.
         capacity: what fits.
+        tenants: what of that tenants may have; all of it if not given.
         tiering: of slow tiers.
         drafting: gives requests drafts.
         compiler: of grammars; None for free output only.
@@ -85,6 +88,7 @@ class Engine:
         tokenizer: Tokenizer | None,
         limits: ModelLimits,
         capacity: Capacity,
+        tenants: TenantLimits | None = None,
         tiering: Tiering = NO_TIERING,
         drafting: Drafting = NO_DRAFTING,
         compiler: GrammarCompiler | None = None,
@@ -98,6 +102,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.limits = limits
         self.capacity = capacity
+        self.tenants = tenants or TenantLimits((), capacity)
         self.tiering = tiering
         self.drafting = drafting
         self._compiler = compiler
@@ -105,7 +110,7 @@ class Engine:
         self._request_timeout_s = request_timeout_s
         self._emit = emit
         self._clock = clock
-        self._checks = RequestChecks(scheduler, limits, capacity, has_tokenizer=tokenizer is not None)
+        self._checks = RequestChecks(scheduler, limits, capacity, self.tenants, has_tokenizer=tokenizer is not None)
         self._outputs = OpenOutputs(scheduler, tokenizer, emit)
         self._num_requests = 0
 
@@ -190,7 +195,7 @@ class Engine:
         self._check_names(sample_ids)
         kind = self.limits.kind_of(caller)
         namespace = kind.namespace_of(caller).key()
-        max_total = self.capacity.max_model_len
+        max_total = self.tenants.most_tokens(caller.tenant)
         if sampling.max_tokens is not None:
             max_total = min(max_total, len(prompt_token_ids) + sampling.max_tokens)
         priority = caller.priority + (caller.tier_offset if self.scheduler.policy.heeds_priority else 0)
@@ -215,6 +220,7 @@ class Engine:
                 namespace=namespace,
                 tenant=caller.tenant,
                 weight=caller.weight,
+                quota=self.tenants.quota_of(caller.tenant),
                 seed=seed + index,
                 arrival_s=now,
                 deadline_s=None if self._request_timeout_s is None else now + self._request_timeout_s,
@@ -281,6 +287,10 @@ class Engine:
     def pins(self) -> PinReport:
         """Return what is pinned now."""
         return report_pins(self.scheduler.core, self._clock())
+
+    def quotas(self) -> tuple[QuotaStatus, ...]:
+        """Return what tenants with a quota have now."""
+        return report_quotas(self.scheduler.core, self.tenants)
 
     def unpin(self, pin_id: str) -> bool:
         """Take a pin away; its blocks stay cached. False if there is no such pin."""

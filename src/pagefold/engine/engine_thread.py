@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from pagefold.engine.engine import Engine
     from pagefold.engine.foresight import Foreseen
     from pagefold.engine.pins import PinReport
+    from pagefold.engine.quota_report import QuotaStatus
     from pagefold.engine.token_rates import AnyRates
     from pagefold.memory.limit import Limit
     from pagefold.request import Caller, EndedSession, SessionRef
@@ -212,6 +213,10 @@ class EngineThread:
     async def pins(self) -> PinReport:
         """See :class:`~pagefold.engine.client.EngineClient`."""
         return await self._ask(self._engine.pins)
+
+    async def quotas(self) -> tuple[QuotaStatus, ...]:
+        """See :class:`~pagefold.engine.client.EngineClient`."""
+        return await self._ask(self._engine.quotas)
 
     async def unpin(self, pin_id: str) -> bool:
         """See :class:`~pagefold.engine.client.EngineClient`."""

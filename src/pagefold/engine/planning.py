@@ -11,6 +11,7 @@ from pagefold.engine.draft_model import capacity_of_draft, check_device, check_d
 from pagefold.engine.masking import check_groups, check_masking, find_mask, packing_keeps
 from pagefold.engine.on_card import OnCard
 from pagefold.engine.on_cpu import OnCpu
+from pagefold.engine.tenant_limits import check_fit, check_layout
 from pagefold.errors import ConfigError
 from pagefold.files.json_object import read_json_object
 from pagefold.kv import CODECS, KEEP_ALL, KV_CACHE_DTYPES, KeepRule, KVGeometry
@@ -58,6 +59,8 @@ def plan_engine(config: EngineConfig, *, progress: Progress | None = None) -> Bl
     if blueprint.draft is not None:
         capacity = capacity_of_draft(blueprint.draft, blueprint.capacity)
         blueprint = replace(blueprint, draft=replace(blueprint.draft, capacity=capacity))
+    check_layout(blueprint)
+    check_fit(config.kv_quotas, blueprint.capacity)
     return blueprint
 
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from pagefold.engine.kinds import Kind
     from pagefold.engine.limits import ModelLimits
+    from pagefold.engine.tenant_limits import TenantLimits
     from pagefold.memory.capacity import Capacity
     from pagefold.request import Caller, Request, WarmUp
     from pagefold.sampling import SamplingParams
@@ -29,6 +30,7 @@ class RequestChecks:
         scheduler: with its core; how many run at once, and in which order.
         limits: of the model.
         capacity: what fits.
+        tenants: what of that each tenant may have.
         has_tokenizer: whether the engine knows text.
     """
 
@@ -37,12 +39,14 @@ class RequestChecks:
         scheduler: Scheduler,
         limits: ModelLimits,
         capacity: Capacity,
+        tenants: TenantLimits,
         *,
         has_tokenizer: bool,
     ) -> None:
         self._scheduler = scheduler
         self._limits = limits
         self._capacity = capacity
+        self._tenants = tenants
         self._has_tokenizer = has_tokenizer
 
     def check(self, prompt_token_ids: Sequence[int], sampling: SamplingParams, caller: Caller) -> None:
@@ -53,16 +57,17 @@ class RequestChecks:
         """
         num_tokens = len(prompt_token_ids)
         self._check_length(num_tokens)
+        self._check_cap(num_tokens, sampling, caller.tenant)
         self._check_ids(prompt_token_ids, "prompt")
         self._check_ids(sampling.stop_token_ids, "stop_token_ids")
         self._check_ids(sampling.logit_bias or (), "logit_bias")
         self._check_ids(sampling.allowed_token_ids or (), "allowed_token_ids")
         if sampling.min_tokens:
-            self._check_min_tokens(num_tokens, sampling)
+            self._check_min_tokens(num_tokens, sampling, self._tenants.most_tokens(caller.tenant))
         if not self._has_tokenizer:
             refuse_without_tokenizer(sampling)
         kind = self._limits.kind_of(caller)
-        self._check_samples(num_tokens, sampling, kind)
+        self._check_samples(num_tokens, sampling, kind, caller.tenant)
         policy = self._scheduler.policy
         if caller.priority and not policy.heeds_priority:
             msg = f"priority is {caller.priority}, but {policy.name} looks at none."
@@ -116,6 +121,20 @@ class RequestChecks:
             remedy = context.or_without(f"Send at most {max_len - 1} tokens")
             raise InvalidRequestError(msg, param="prompt", remedy=remedy)
 
+    def _check_cap(self, num_tokens: int, sampling: SamplingParams, tenant: str) -> None:
+        """Refuse what does not fit below the cap of the caller's tenant."""
+        kv_cap, most = self._tenants.kv_cap_of(tenant), self._tenants.most_tokens(tenant)
+        wanted = max(1, sampling.max_tokens or 1)
+        if kv_cap is None or num_tokens + wanted <= most or most == self._capacity.max_model_len:
+            return
+        msg = (
+            f"The prompt has {num_tokens} tokens, and {wanted} more are to be generated; kv_cap is {kv_cap:g} of the "
+            f"cache, {most} tokens."
+        )
+        if num_tokens >= most:
+            raise InvalidRequestError(msg, param="prompt", remedy=f"Send at most {most - 1} tokens.")
+        raise InvalidRequestError(msg, param="max_tokens", remedy=f"Ask for at most {most - num_tokens}.")
+
     def _check_ids(self, token_ids: Collection[int], param: str) -> None:
         """Refuse ids that are none of the vocabulary's."""
         lowest, highest = min(token_ids, default=0), max(token_ids, default=0)
@@ -124,11 +143,11 @@ class RequestChecks:
             msg = f"Token id {bad} is not in the model's vocabulary."
             raise InvalidRequestError(msg, param=param, remedy=f"Ids go from 0 to {self._limits.vocab_size - 1}.")
 
-    def _check_min_tokens(self, num_tokens: int, sampling: SamplingParams) -> None:
+    def _check_min_tokens(self, num_tokens: int, sampling: SamplingParams, most_tokens: int) -> None:
         """Refuse ``min_tokens`` that do not fit, or where every token that may come ends the output."""
         max_tokens = sampling.max_tokens
         if max_tokens is None:
-            max_tokens = self._capacity.max_model_len - num_tokens
+            max_tokens = most_tokens - num_tokens
         if sampling.min_tokens > max_tokens:
             msg = f"min_tokens is {sampling.min_tokens}, and the output has at most {max_tokens} tokens."
             raise InvalidRequestError(msg, param="min_tokens", remedy=f"Ask for at most {max_tokens}.")
@@ -141,7 +160,7 @@ class RequestChecks:
             msg = "Every allowed token ends the output, so none can come before min_tokens."
             raise InvalidRequestError(msg, param="allowed_token_ids", remedy="Allow more, or leave min_tokens out.")
 
-    def _check_samples(self, num_tokens: int, sampling: SamplingParams, kind: Kind) -> None:
+    def _check_samples(self, num_tokens: int, sampling: SamplingParams, kind: Kind, tenant: str) -> None:
         """Refuse more samples than sequences run at once, or several of a prompt that fills the device."""
         max_samples = self._scheduler.limits.max_num_seqs
         if sampling.num_samples > max_samples:
@@ -150,7 +169,7 @@ class RequestChecks:
             remedy = f"Ask for at most {max_samples}, or start with a larger max_num_seqs."
             raise InvalidRequestError(msg, param=param, remedy=remedy)
         if sampling.use_beam_search:
-            self._check_beams(num_tokens, sampling, kind)
+            self._check_beams(num_tokens, sampling, kind, tenant)
         max_in_blocks = self._capacity.num_blocks * self._capacity.block_size
         if sampling.num_samples > 1 and num_tokens >= max_in_blocks:
             msg = (
@@ -158,7 +177,7 @@ class RequestChecks:
             )
             raise InvalidRequestError(msg, param="n", remedy="Ask for one sample a request.")
 
-    def _check_beams(self, num_tokens: int, sampling: SamplingParams, kind: Kind) -> None:
+    def _check_beams(self, num_tokens: int, sampling: SamplingParams, kind: Kind, tenant: str) -> None:
         """Refuse more beams than a step tells tokens for, or than fit if all part behind the prompt; and of a share.
 
         The whole blocks of the prompt are there once, of groups that keep all.
@@ -176,17 +195,16 @@ class RequestChecks:
             if any(offered.share == 1 for offered in self._limits.kinds):
                 remedy = f"Leave it out, or ask for kv_quality {EXACT!r} (kv_keep 1.0)."
             raise InvalidRequestError(msg, param="use_beam_search", remedy=remedy)
-        num_all = self._capacity.max_model_len
+        num_all = self._tenants.most_tokens(tenant)
         if sampling.max_tokens is not None:
             num_all = min(num_all, num_tokens + sampling.max_tokens)
         whole = core.num_blocks_for(num_all, self._scheduler.limits.max_num_batched_tokens, mask=kind.mask)
         num_shared = num_tokens // core.block_size * (core.num_groups - len(core.rules.of(kind.mask).trimmed))
         needed = width * whole - (width - 1) * num_shared
-        if needed > self._capacity.num_blocks:
-            msg = (
-                f"{width} beams of {num_all} tokens take up to {needed} blocks, and the KV budget has "
-                f"{self._capacity.num_blocks}."
-            )
+        most = self._tenants.most_blocks(tenant)
+        if needed > most:
+            whose = "the KV budget has" if most == self._capacity.num_blocks else "kv_cap and kv_floor of tenants leave"
+            msg = f"{width} beams of {num_all} tokens take up to {needed} blocks, and {whose} {most}."
             raise InvalidRequestError(msg, param=param, remedy="Ask for fewer beams, or for a smaller max_tokens.")
 
     def _check_warm_up(self, num_tokens: int, warm_up: WarmUp) -> None:

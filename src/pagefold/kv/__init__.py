@@ -17,11 +17,13 @@ from pagefold.kv.ops import NO_HOST_OPS, CopyOp, FetchOp, HostOps, LoadOp, Resid
 from pagefold.kv.packing import Packed
 from pagefold.kv.pins import DroppedPin, Pin, PinLimits, PinTable
 from pagefold.kv.policies import AUTO, DEFAULT_POLICY, POLICIES, make_policy
+from pagefold.kv.quotas import NO_QUOTAS, AnyQuotas, Quotas
 from pagefold.kv.residuals import NO_RESIDUALS, Residuals
 from pagefold.kv.sequence_cache import Promise, SequenceCache
 from pagefold.kv.slow_tiers import NO_SLOW_TIERS, SlowTiers
 from pagefold.kv.streaming import max_hot_blocks_of
 from pagefold.kv.table import BlockTable, num_blocks_for
+from pagefold.kv.tenant_blocks import KVQuota, TenantBlocks
 from pagefold.kv.tree import TOKEN_BYTES, PrefixHit
 from pagefold.kv.writes import WRITE_POLICIES, WritePolicy
 
@@ -34,11 +36,13 @@ __all__ = [
     "NO_HOST",
     "NO_HOST_OPS",
     "NO_MASK",
+    "NO_QUOTAS",
     "NO_RESIDUALS",
     "NO_SLOW_TIERS",
     "POLICIES",
     "TOKEN_BYTES",
     "WRITE_POLICIES",
+    "AnyQuotas",
     "Arbiter",
     "AuditError",
     "Block",
@@ -60,6 +64,7 @@ __all__ = [
     "HostTier",
     "KVCore",
     "KVGeometry",
+    "KVQuota",
     "KeepRule",
     "KeyPolicy",
     "LayerKV",
@@ -73,12 +78,14 @@ __all__ = [
     "PinTable",
     "PrefixHit",
     "Promise",
+    "Quotas",
     "RequestFacts",
     "ResidualCopy",
     "Residuals",
     "SequenceCache",
     "SlowTiers",
     "StoreOp",
+    "TenantBlocks",
     "Verdict",
     "WriteOp",
     "WritePolicy",

@@ -10,6 +10,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from pagefold.kv.block import NOBODY, BlockState
+from pagefold.kv.quotas import Quotas
 from pagefold.kv.tree import TOKEN_BYTES
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ def audit(core: KVCore) -> None:
     _audit_alone(core)
     _audit_lacking(core)
     _audit_pins(core)
+    _audit_quotas(core)
     _audit_policy(core)
     _audit_expectations(core)
     others = Counter(core.slow.pins())
@@ -342,7 +344,54 @@ def _audit_policy(core: KVCore) -> None:
     evictable = {id(node) for node in core.tree.nodes() if node.evictable}
     _check(candidates == evictable, f"policy offers {len(candidates)} nodes, {len(evictable)} are evictable")
     victim = core.blocks.expectations.victim(core.now_s)
+    if core.quotas.is_on:
+        candidates = _may_be_had(core)
     _check((victim is None) == (not candidates), "the policy finds no victim among its candidates")
+    _check(victim is None or id(victim.node) in candidates, "the policy's victim is such as who asks cannot have")
+
+
+def _may_be_had(core: KVCore) -> set[int]:
+    """Return the evictable nodes that who asked last can have, as quotas say."""
+    quotas = core.quotas
+    assert isinstance(quotas, Quotas)
+    asker = quotas.asker
+    had: set[int] = set()
+    for node in core.blocks.expectations.candidates():
+        tenant = next(block.tenant for block in node.blocks if block is not None)
+        is_given = asker.num_blocks < asker.cap_blocks and tenant.num_blocks > tenant.floor_blocks
+        if tenant is asker or is_given:
+            had.add(id(node))
+    return had
+
+
+def _audit_quotas(core: KVCore) -> None:
+    """What tenants have is counted, nobody has more than its cap, and no namespace is two tenants'."""
+    quotas = core.quotas
+    if not isinstance(quotas, Quotas):
+        return
+    in_use = [block for block in core.pool.blocks if block.state != BlockState.FREE]
+    cached = [block for block in in_use if block.state == BlockState.CACHED]
+    for tenant in quotas:
+        told = (tenant.num_blocks, tenant.num_cached, tenant.num_pinned)
+        counted = (
+            sum(block.tenant is tenant for block in in_use),
+            sum(block.tenant is tenant for block in cached),
+            sum(block.tenant is tenant and block.num_pin_refs > 0 for block in cached),
+        )
+        _check(told == counted, f"tenant {tenant.name!r} has {counted} blocks, cached and pinned ones, not {told}")
+        _check(counted[0] <= tenant.cap_blocks, f"tenant {tenant.name!r} has {counted[0]} blocks, above its cap")
+        num_withheld = tenant.withheld(counted[1] - counted[2]) if tenant.floor_blocks else 0
+        _check(tenant.num_withheld == num_withheld, f"{tenant.num_withheld} blocks of {tenant.name!r} are withheld")
+    num_withheld = sum(tenant.num_withheld for tenant in quotas)
+    _check(num_withheld == quotas.num_withheld, f"{quotas.num_withheld=}, and tenants say {num_withheld}")
+    of_root: dict[Node, object] = {}
+    for block in in_use:
+        if block.node is not None:
+            is_same = of_root.setdefault(block.node.root, block.tenant) is block.tenant
+            _check(is_same, f"{block}: published among another tenant's")
+    for cache in core.caches:
+        ids = list(cache.all_block_ids())
+        _check(all(core.pool.blocks[one].tenant is cache.tenant for one in ids), "a cache holds another tenant's block")
 
 
 def _audit_expectations(core: KVCore) -> None:

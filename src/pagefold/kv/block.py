@@ -13,7 +13,10 @@ No other file assigns a block's state.
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import NewType
+from typing import TYPE_CHECKING, NewType
+
+if TYPE_CHECKING:
+    from pagefold.kv.tenant_blocks import TenantBlocks
 
 __all__ = [
     "LEGAL_MOVES",
@@ -75,9 +78,20 @@ class Block:
             groups, if it holds what is packed.
         node: the node of the prefix tree that publishes it; None while it is private or free.
         packed_by: by which mask what it holds was kept, if that is what was packed; None of all others.
+        tenant: whose it is, or was last, where that is counted (``counting_pool.py``).
     """
 
-    __slots__ = ("block_id", "group", "node", "num_io_refs", "num_pin_refs", "num_table_refs", "packed_by", "state")
+    __slots__ = (
+        "block_id",
+        "group",
+        "node",
+        "num_io_refs",
+        "num_pin_refs",
+        "num_table_refs",
+        "packed_by",
+        "state",
+        "tenant",
+    )
 
     def __init__(self, block_id: BlockId) -> None:
         self.block_id = block_id
@@ -88,6 +102,7 @@ class Block:
         self.group = 0
         self.node: Node | None = None
         self.packed_by: int | None = None
+        self.tenant: TenantBlocks
 
     def to(self, state: BlockState) -> None:
         """Move to ``state``.

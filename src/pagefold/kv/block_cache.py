@@ -14,6 +14,8 @@ A block is given out of the free list. If that is empty, cached ones are evicted
    there, or a pin does,
 7. those that the next step was to store in the host's arena, which are not stored then.
 
+Where tenants have quotas (``quotas.py``), what goes is such as who asks can have.
+
 No request and no pin gives anything up for it. Who does when all this is short is the scheduler's to say
 (``scheduler/relief.py``).
 """
@@ -24,9 +26,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from pagefold.events import BlockEvicted, Emit, EvictionCause, EvictionRule, PathForgotten
 from pagefold.kv.block import Block, BlockState, PackedChunk
+from pagefold.kv.counting_pool import CountingPool
 from pagefold.kv.expectations import Expectations
 from pagefold.kv.host_chunks import keep_chunk
 from pagefold.kv.pool import BlockPool
+from pagefold.kv.quotas import Quotas
 from pagefold.kv.tree import PrefixTree
 from pagefold.kv.window_blocks import WindowBlocks
 
@@ -37,6 +41,7 @@ if TYPE_CHECKING:
     from pagefold.kv.eviction import EvictionPolicy
     from pagefold.kv.host_tier import HostTier
     from pagefold.kv.keep_rules import KeepRules
+    from pagefold.kv.quotas import AnyQuotas
     from pagefold.kv.slow_tiers import SlowTiers
 
 __all__ = ["BlockCache"]
@@ -59,12 +64,14 @@ class BlockCache:
         policy: who is evicted first.
         host: where evicted blocks go.
         slow: for what part of the host's arena is kept.
+        quotas: of tenants.
         emit: where events go.
 
     Attributes:
         pool: who holds which block.
         tree: which blocks hold which tokens.
         policy: who is evicted first.
+        quotas: of tenants: who asks is to be told them (:meth:`AnyQuotas.ask`) before it is given memory.
         expectations: who is expected to go on from which path; it asks the policy for all others.
         windows: cached blocks that can go though their nodes are no leaves, and the landmarks that keep some of them.
         now_s: the time, which whoever calls sets; nothing that is decided hangs on it. It is told with events.
@@ -79,12 +86,14 @@ class BlockCache:
         policy: EvictionPolicy,
         host: HostTier,
         slow: SlowTiers,
+        quotas: AnyQuotas,
         emit: Emit,
     ) -> None:
-        self.pool = BlockPool(num_blocks)
+        self.pool = CountingPool(num_blocks, quotas) if isinstance(quotas, Quotas) else BlockPool(num_blocks)
         self.tree = PrefixTree(rules.block_size)
         self.policy = policy
-        self.expectations = Expectations(policy)
+        self.quotas = quotas
+        self.expectations = Expectations(policy, quotas)
         self.now_s = 0.0
         self.asked_by = ""
         self.tick = 0
@@ -101,9 +110,9 @@ class BlockCache:
 
     @property
     def num_available(self) -> int:
-        """Blocks that an allocation could get: the free ones, and the cached ones that no pin keeps."""
+        """Blocks that who asks could get: the free ones, and the cached ones that no pin keeps, as quotas let it."""
         pool = self.pool
-        return len(pool.free_ids) + pool.num_cached - pool.num_pinned
+        return self.quotas.limit(len(pool.free_ids) + pool.num_cached - pool.num_pinned)
 
     @property
     def idle_chunks(self) -> Collection[PackedChunk]:
@@ -116,7 +125,9 @@ class BlockCache:
         return self.tick
 
     def allocate(self) -> Block | None:
-        """Take a block for one table, evicting one if need be. None when memory is short."""
+        """Take a block for one table, evicting one if need be. None when memory is short, or who asks is at its cap."""
+        if self.quotas.is_at_cap and not self._make_one_free():
+            return None
         block = self.pool.allocate()
         if block is None and self._make_one_free():
             block = self.pool.allocate()

@@ -16,6 +16,7 @@ The core's parts have what is theirs:
     core.moves          what a step copies: between blocks, to the host and back
     core.blocks         the blocks themselves, and how memory is found
     core.rules          what the cache groups keep
+    core.quotas         what of the blocks tenants keep, and may have (``quotas.py``)
     core.pins           what stays cached though no table holds it
     core.host, slow     the tiers behind the device (``host_tier.py``, ``slow_tiers.py``)
     core.uses           what is noted of blocks that are used, and hints
@@ -31,6 +32,7 @@ A part that is off is there too, and has nothing and does nothing.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from pagefold.events import Emit, ignore
@@ -51,6 +53,7 @@ from pagefold.kv.pins import PinLimits, PinTable
 from pagefold.kv.policies import make_policy
 from pagefold.kv.prefixes import Prefixes, PrefixesByGroups
 from pagefold.kv.publishing import Publishing, PublishingByGroups
+from pagefold.kv.quotas import NO_QUOTAS
 from pagefold.kv.residuals import NO_RESIDUALS
 from pagefold.kv.sequence_cache import Mark, SequenceCache
 from pagefold.kv.slow_tiers import NO_SLOW_TIERS
@@ -66,6 +69,7 @@ if TYPE_CHECKING:
     from pagefold.kv.host_tier import HostTier
     from pagefold.kv.keep import KeepRule
     from pagefold.kv.missing import Missing
+    from pagefold.kv.quotas import AnyQuotas
     from pagefold.kv.residuals import Residuals
     from pagefold.kv.slow_tiers import SlowTiers
     from pagefold.kv.tree import PrefixHit
@@ -91,14 +95,16 @@ class KVCore:
             is a copy, of some hundredth of what computing takes.
         allow_streaming: whether sequences may be larger than the device; there must be a host tier then.
         residuals: of the sequences that may run, where blocks are sealed when they are full.
+        quotas: of tenants; there must be one group that keeps all then, and nothing streams. ``policy`` is what their
+            :meth:`AnyQuotas.policy` has returned.
         emit: where events go.
 
     Attributes:
         publishes: whether anything is ever cached.
         trims: whether any group gives blocks back while a sequence runs.
         rules: what each cache group keeps.
-        blocks, moves, publishing, pins, host, slow, uses, forgetting, losses, residuals, streaming, packing, lodgers:
-            the parts, as the module says.
+        blocks, moves, publishing, quotas, pins, host, slow, uses, forgetting, losses, residuals, streaming, packing,
+            lodgers: the parts, as the module says.
         arbiter: weighs restoring against computing.
         pool, tree, policy: of ``blocks``.
         caches: all that were acquired and not released.
@@ -118,6 +124,7 @@ class KVCore:
         arbiter: Arbiter | None = None,
         allow_streaming: bool = False,
         residuals: Residuals = NO_RESIDUALS,
+        quotas: AnyQuotas = NO_QUOTAS,
         emit: Emit = ignore,
     ) -> None:
         assert not slow.is_on or slow.host is host, "slow tiers of another arena"
@@ -125,6 +132,7 @@ class KVCore:
         assert host.is_on or not allow_streaming, "what streams lies in the host's arena"
         is_plain = [rule.trims for rule in rules] == [False]
         assert is_plain or not allow_streaming, "what streams is known of one group that keeps all"
+        assert not quotas.is_on or (is_plain and not allow_streaming), "quotas are known of one group that keeps all"
         self.block_size = block_size
         self.rules = KeepRules(rules, block_size)
         self.publishes = enable_prefix_caching
@@ -133,7 +141,9 @@ class KVCore:
         self.slow = slow
         self.arbiter = arbiter or Arbiter(1, block_size, compute_s_per_token=0.0)
         self.residuals = residuals
-        self.blocks = blocks = BlockCache(num_blocks, self.rules, policy or make_policy("default"), host, slow, emit)
+        policy = policy or quotas.policy(make_policy("default"), partial(make_policy, "default"))
+        self.blocks = blocks = BlockCache(num_blocks, self.rules, policy, host, slow, quotas, emit)
+        self.quotas = quotas
         self.pool, self.tree, self.policy = blocks.pool, blocks.tree, blocks.policy
         self.moves = Moves(blocks, host, slow, emit)
         self.publishing = (Publishing if is_plain else PublishingByGroups)(blocks, block_size, emit)
@@ -166,8 +176,16 @@ class KVCore:
 
     @property
     def num_available(self) -> int:
-        """Blocks that an allocation could get: the free ones, and the cached ones that no pin keeps."""
+        """Blocks that who asked last could get: the free ones, and the cached ones that no pin keeps."""
         return self.blocks.num_available
+
+    def num_available_to(self, tenant: str) -> int:
+        """Return the blocks that ``tenant`` could get, had it no cap: the free ones, and cached ones that no pin keeps.
+
+        Without those that floors withhold from it (``quotas.py``).
+        """
+        pool = self.pool
+        return pool.num_free + pool.num_cached - pool.num_pinned - self.quotas.num_withheld_from(tenant)
 
     @property
     def num_groups(self) -> int:
@@ -222,13 +240,14 @@ class KVCore:
 
     # Sequences' caches.
 
-    def acquire(
+    def acquire(  # noqa: PLR0913 - facts of who asks, by name
         self,
         hit: PrefixHit,
         message_ends: Sequence[int] = (),
         *,
         is_return: bool = False,
         owner: str = "",
+        tenant: str = "",
         session: object | None = None,
     ) -> tuple[SequenceCache, int]:
         """Make a cache that starts with what ``hit`` found, and hold that. Return it and the number of tokens it holds.
@@ -244,6 +263,7 @@ class KVCore:
                 last one's firmly (``landmarks.py``).
             is_return: whether who asks has had a cache of the same before: where it begins says nothing of others.
             owner: the request that it is for, as events name it.
+            tenant: whose blocks they are, where tenants have quotas.
             session: for whose session the blocks are used (``expectations.py``); None for none.
         """
         self.blocks.next_tick()
@@ -252,6 +272,8 @@ class KVCore:
         cache = SequenceCache(len(self.rules), None)
         cache.mask = hit.mask
         cache.owner = owner
+        cache.tenant = self.quotas.of(tenant)
+        self.quotas.ask(cache.tenant)
         self.caches.add(cache)
         self.lodgers.on_acquire(cache)
         nodes = self._prefixes.begin(cache, nodes, hit)
@@ -287,6 +309,7 @@ class KVCore:
         False, with nothing changed that matters, when memory is short.
         """
         self.blocks.asked_by = cache.owner
+        self.quotas.ask(cache.tenant)
         if cache.may_share_tail and not self._holding.unshare(cache, start, copies=not self.residuals.is_on):
             return False
         if end > cache.capacity and not self._holding.extend(cache, end):
@@ -351,6 +374,7 @@ class KVCore:
         twin = SequenceCache(len(cache.tables), cache.tail)
         twin.mask = cache.mask
         twin.owner = owner
+        twin.tenant = cache.tenant
         self._holding.share(cache, twin)
         twin.capacity = cache.capacity
         twin.num_published = cache.num_published

@@ -21,7 +21,7 @@ from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING, NamedTuple
 
 from pagefold.kv.block import MANY, NOBODY
-from pagefold.kv.ordered import OrderedNodes
+from pagefold.kv.quotas import NO_QUOTAS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from pagefold.kv.block import Node
     from pagefold.kv.eviction import EvictionPolicy
     from pagefold.kv.pause_forecast import PauseForecast
+    from pagefold.kv.quotas import AnyQuotas
 
 __all__ = ["Expectations", "ExpectedPath", "Victim"]
 
@@ -77,17 +78,17 @@ class Expectations:
 
     Args:
         policy: is told only of the leaves that it chooses among.
+        quotas: say whose leaves whoever asks can have.
 
     Attributes:
         num_superseded: nodes in the tree that are superseded.
         has_claims: whether any node was ever used for a session.
     """
 
-    def __init__(self, policy: EvictionPolicy) -> None:
+    def __init__(self, policy: EvictionPolicy, quotas: AnyQuotas = NO_QUOTAS) -> None:
         self._policy = policy
         self._at: dict[Node, list[ExpectedPath]] = {}
-        self._superseded = OrderedNodes()
-        self._expected = OrderedNodes()
+        self._superseded, self._expected = quotas.nodes(), quotas.nodes()
         self._looks: list[tuple[float, int, int, ExpectedPath]] = []  # (when, ticket, version, path)
         self._num_looks = 0
         self._most_looks = _LEAST_LOOKS

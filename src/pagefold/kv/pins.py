@@ -294,19 +294,22 @@ class PinTable:
         for pin in [pin for pin in self if pin.expires_at_s <= now_s]:
             self._drop(pin, "expired")
 
-    def give_up(self, now_s: float, spared: Collection[Block] = ()) -> bool:
+    def give_up(
+        self, now_s: float, spared: Collection[Block] = (), is_of_use: Callable[[Block], bool] | None = None
+    ) -> bool:
         """Give up the pin of least priority among those that alone keep a block from being evicted; hints first.
 
         Where several keep each such block, as may be of a group that keeps the last tokens only, the first of those.
 
-        ``spared`` are blocks that the caller is about to use: to let go of them alone gains it nothing. False when no
-        block outside of ``spared`` is kept by pins alone.
+        ``spared`` are blocks that the caller is about to use: to let go of them alone gains it nothing. ``is_of_use``
+        says whether a block helps it that a pin keeps; None for each does. False when no block outside of ``spared``
+        is kept by pins alone.
         """
         best: Pin | None = None
         least = (True, True, inf, inf)
         for pin in self:
             kept = self._kept(pin, spared)
-            if not kept:
+            if not kept or (is_of_use is not None and not is_of_use(kept[0])):
                 continue
             is_shared = all(block.num_pin_refs > 1 for block in kept)
             rank = (is_shared, pin.by is None, self.priority_at(pin, now_s), pin.pinned_at_s)

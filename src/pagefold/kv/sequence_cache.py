@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from pagefold.kv.eviction import RequestFacts
+from pagefold.kv.quotas import EVERYBODY
 from pagefold.kv.table import BlockTable
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ class SequenceCache:
         granted: blocks for the chunks that the step packs which is being planned or run.
         mask: by which mask it keeps older tokens, where those are packed; ``NO_MASK`` for all of them.
         owner: the request that holds it, as events name it; nothing that is decided hangs on it.
+        tenant: whose it is.
         facts: of the request that holds it, for the eviction policy; whoever releases the cache may set them before.
 
     Always: the path from the root to ``tail`` has ``num_published`` nodes, and where a table holds one of the first so
@@ -85,6 +87,7 @@ class SequenceCache:
         "residual_id",
         "tables",
         "tail",
+        "tenant",
     )
 
     def __init__(self, num_groups: int, tail: Node | None) -> None:
@@ -106,6 +109,7 @@ class SequenceCache:
         self.granted: list[Block] = []
         self.mask = 0
         self.owner = ""
+        self.tenant = EVERYBODY
         self.facts = _NO_FACTS
 
     @property

@@ -144,7 +144,9 @@ class Ledger(Subscriber):
         self._tier_misses: OrderedDict[int, tuple[str, float]] = OrderedDict()  # by path: what, and when
         self._planned: StepPlanned | None = None
         self._token_s: float | None = None  # of prefills
-        self._turns: deque[tuple[float, str]] = deque(maxlen=_MOST_TURNS)  # since when the queue waits for what
+        self._turns: deque[tuple[float, str, frozenset[str]]] = deque(  # since when the queue waits for what,
+            maxlen=_MOST_TURNS  # and whose tenants for room below their caps
+        )
 
     def _begin(self, event: CacheConfigured) -> None:
         """Begin anew, with room for a cache of that size."""
@@ -377,8 +379,8 @@ class Ledger(Subscriber):
 
     def _on_step_planned(self, event: StepPlanned) -> None:
         what = event.waits_for or "step"
-        if not self._turns or self._turns[-1][1] != what:
-            self._turns.append((event.now_s, what))
+        if not self._turns or self._turns[-1][1:] != (what, event.capped):
+            self._turns.append((event.now_s, what, event.capped))
         self._planned = event
 
     def _on_step_applied(self, event: StepApplied) -> None:
@@ -398,7 +400,8 @@ class Ledger(Subscriber):
         if left_s:
             seconds["tier"] = min(left_s, end_s - record.arrival_s)
         begin_s = record.arrival_s + left_s  # blocks are brought first
-        for at_s, what in reversed(self._turns):
+        for at_s, of_all, capped in reversed(self._turns):
+            what = "kv_cap" if record.tenant in capped else of_all
             from_s = max(at_s, begin_s)
             if end_s > from_s:
                 seconds[what] = seconds.get(what, 0.0) + end_s - from_s

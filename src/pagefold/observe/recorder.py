@@ -137,6 +137,8 @@ class TraceRecorder:
         codec = CODECS.get(KV_CACHE_DTYPES.get(config.kv_cache_dtype, ""))
         settings["seals_blocks"] = codec is not None and codec.channel_tokens > 0
         settings["keeps"] = [_kept(rule) for rule in rules]
+        if config.kv_quotas:
+            settings["has_quotas"] = True
         sizes = {"num_blocks": num_blocks, "num_host_blocks": num_host_blocks}
         self._put({"pagefold_recording": _VERSION, **sizes, **settings})
 
@@ -218,6 +220,8 @@ class TraceRecorder:
         if event.priority:
             line["priority"] = event.priority
         line |= self._share_of(event)
+        if event.quota is not None:
+            line["quota"] = list(event.quota)
         if event.has_prompt_logprobs:
             line["prompt_logprobs"] = True
         line |= _of_session(event)

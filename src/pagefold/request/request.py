@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pagefold.beams.group import BeamGroup
-    from pagefold.kv import SequenceCache
+    from pagefold.kv import KVQuota, SequenceCache
     from pagefold.request.caller import WarmUp
     from pagefold.request.hint_pin import HintPin
     from pagefold.request.session import SessionRef
@@ -113,6 +113,7 @@ class Request:
         namespace: :meth:`Namespace.key` of its blocks.
         tenant: whose it is: a name, of which the scheduler knows nothing else.
         weight: the share of that tenant beside others' weights, where tenants have shares; positive.
+        quota: of that tenant, of the device's blocks; None for none.
         cache: its blocks while it runs.
         times: when it came, on the caller's clock, and what followed.
         deadline_s: when it is ended with ``timeout`` if it has not finished, on the same clock; None for never.
@@ -165,6 +166,7 @@ class Request:
         "priority",
         "prompt_logprobs",
         "prompt_use",
+        "quota",
         "request_id",
         "returns_in_s",
         "sample_index",
@@ -204,6 +206,7 @@ class Request:
         mask: int = 0,
         tenant: str = "",
         weight: float = 1.0,
+        quota: KVQuota | None = None,
         session: SessionRef | None = None,
         hint_pins: Sequence[HintPin] = (),
     ) -> None:
@@ -231,6 +234,7 @@ class Request:
         self.namespace = namespace
         self.tenant = tenant
         self.weight = weight
+        self.quota = quota
         self.seed = seed
         self.times = RequestTimes(arrival_s)
         self.deadline_s = deadline_s

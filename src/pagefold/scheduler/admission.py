@@ -1,7 +1,8 @@
 """Admission: who is let in, with which blocks.
 
 That is whom the scheduling policy has go next: mostly the head of the queue. Where the head waits for a place among
-long prompts, those behind it may overtake it (``overtaking.py``); else nobody does.
+long prompts, those behind it may overtake it (``overtaking.py``). Who waits only since its tenant has as many blocks as
+its cap allows (``quotas.py``) holds up that tenant alone. Else nobody overtakes.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from pagefold.request import RequestStatus
 from pagefold.scheduler import overtaking
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from pagefold.kv import KVCore, PrefixHit
     from pagefold.request import Request
     from pagefold.scheduler.growth import AdmissionRule
@@ -82,8 +85,21 @@ class Admission:
         """
         if budget <= 0:
             return "tokens"
-        waiting = self._queues.waiting
-        request = waiting[0] if len(waiting) == 1 else self._policy.choose(waiting, step.now, self._num_cached)
+        waiting: Sequence[Request] = self._queues.waiting
+        while True:
+            request = waiting[0] if len(waiting) == 1 else self._policy.choose(waiting, step.now, self._num_cached)
+            cause = self._admit_next(request, waiting, step, budget)
+            if cause != "kv_cap":
+                return cause
+            step.capped.add(request.tenant)
+            waiting = [other for other in waiting if other.tenant != request.tenant]
+            if not waiting:
+                return cause
+
+    def _admit_next(
+        self, request: Request, waiting: Sequence[Request], step: StepInFlight, budget: int
+    ) -> WaitCause | None:
+        """Let ``request`` run, which is next of ``waiting``, or who may overtake it; or return why it must wait."""
         cause = self._let_in(request, step, budget)
         if cause != "prefills" or not self._lacks_long_place(request, step):
             return cause
@@ -155,6 +171,7 @@ class Admission:
                 request.message_ends,
                 is_return=is_return,
                 owner=request.request_id,
+                tenant=request.tenant,
                 session=self._sessions.owner_of(request),
             )
         request.cache = cache

@@ -131,11 +131,12 @@ class ExpectedGrowth:
         if beside is not None:
             needed += self._at_end(beside)
         num_shared = sum(1 for block in found if block.num_table_refs)
-        if needed + self.num_promised - num_shared <= core.num_available + core.pool.num_pinned:
+        if needed + self.num_promised - num_shared <= core.num_available_to(request.tenant) + core.pool.num_pinned:
             return True
         if not self._leaves:
             return False
-        return self._most_at_once(needed, request, step_id) <= core.pool.num_blocks
+        num_blocks = core.pool.num_blocks - core.quotas.num_withheld_from(request.tenant)
+        return self._most_at_once(needed, request, step_id) <= num_blocks
 
     # Inside.
 

@@ -9,6 +9,8 @@ has most beside its weight, as long as that one has no less than the head's tena
 - What a tenant has, by its weight, becomes more equal each time. So nobody takes back what he gave, unless others came
   or left; and each request makes way twice at most, and is then spared.
 - Nobody goes in vain: all that the head lacks must be found.
+- Who has no more blocks than its floor (``kv/quotas.py``) makes no way for memory, and nobody does for a request that
+  waits for room below its own tenant's cap: the first behind it is the head then.
 
 A step has one more thing to share, its tokens. Running requests have theirs first, and a few long prompts would take
 all of them. So who is behind the head of the queue in order leaves it what it needs, if it can be let in at all.
@@ -101,8 +103,8 @@ class MakingWay:
         """See :class:`AnyMakingWay`."""
         self._step_id = step.plan.step_id
         victims = self._victims()
-        if victims:
-            head = self._queues.waiting[0]
+        head = self._head() if victims else None
+        if head is not None:
             for victim in victims:
                 self._shares.made_way(victim, head)
                 self._queues.take_out(victim)
@@ -111,10 +113,9 @@ class MakingWay:
 
     def reserve(self, step: StepInFlight) -> None:
         """See :class:`AnyMakingWay`."""
-        waiting, running = self._queues.waiting, self._queues.running
-        if not waiting or not running or waiting[0].order > running[-1].order:
+        head, running = self._head(), self._queues.running
+        if head is None or not running or head.order > running[-1].order:
             return
-        head = waiting[0]
         if head.num_seqs > self._max_num_seqs - self._shares.num_seats or self._lacks_memory(head):
             return
         if not self._has_place(head):
@@ -128,10 +129,9 @@ class MakingWay:
 
     def _victims(self) -> list[Request]:
         """Return who makes way for the head of the queue; nobody where all that it lacks cannot be found so."""
-        waiting = self._queues.waiting
-        if not waiting or not self._queues.running:
+        head, now = self._head(), self._shares.num_changes
+        if head is None or not self._queues.running:
             return []
-        head, now = waiting[0], self._shares.num_changes
         if self._no_way == (head, now) or not self._has_place(head):
             return []
         num_seats = head.num_seqs - (self._max_num_seqs - self._shares.num_seats)
@@ -141,6 +141,19 @@ class MakingWay:
         if not victims:
             self._no_way = head, now
         return victims
+
+    def _head(self) -> Request | None:
+        """Return the first of the queue that does not wait for room below its tenant's cap; None where all do."""
+        waiting = self._queues.waiting
+        if not self._core.quotas.is_on or not waiting or not self._relief.is_at_cap(waiting[0]):
+            return waiting[0] if waiting else None
+        capped = {waiting[0].tenant}
+        for other in waiting:
+            if other.tenant not in capped:
+                if not self._relief.is_at_cap(other):
+                    return other
+                capped.add(other.tenant)
+        return None
 
     def _has_place(self, head: Request) -> bool:
         """Whether the head of the queue may begin beside the prompts that are partly computed now."""
@@ -170,8 +183,11 @@ class MakingWay:
         will_have = (kind.had(own) + asks) / own.weight
         left = {name: kind.had(tenant) for name, tenant in shares.tenants.items() if tenant.num_seats}
         left.pop(head.tenant, None)
+        if kind is _MEMORY:  # what they would give is withheld
+            left = {name: had for name, had in left.items() if self._core.quotas.helps(head.tenant, name, 0)}
         for gone in victims:
-            left[gone.tenant] -= self._gives(gone, kind)
+            if gone.tenant in left:
+                left[gone.tenant] -= self._gives(gone, kind)
         while missing > 0:
             most = max(left, key=lambda name: left[name] / shares.tenants[name].weight, default=None)
             if most is None or left[most] / shares.tenants[most].weight <= will_have:

@@ -7,8 +7,11 @@ these are short, memory is given for a request that
   run and come behind it in order, which are preempted: ``victims.py`` says who of them;
 - *runs and streams* by itself before all others; and before anybody is preempted by what the arena keeps for those that
   wait, so that it can make more of its own cold;
-- *waits* by pins, if that is enough;
+- *waits* by pins, if that is enough; not beyond its tenant's cap (``kv/quotas.py``), below which its own make room;
 - *waits to stream* by those that stream, and then by pins, if that is enough.
+
+Where tenants have quotas, pins and requests give only what who asks can have then: at its cap its own tenant's alone,
+and none of a tenant that has no more than its floor. Who runs and cannot be given any goes itself.
 
 So who runs gets on, whatever that costs; for who waits nobody is preempted, unless tenants have shares
 (``making_way.py``), and no pin goes in vain. Who was preempted waits until there is room for a while
@@ -86,13 +89,13 @@ class Relief:
         if request.cache.streams:
             self._streamer.make_room(request, end)
         while not self._core.extend(request.cache, start, end):
-            if self._streamer.cool(self._queues.with_blocks) or self._core.pins.give_up(self._core.now_s):
+            if self._streamer.cool(self._queues.with_blocks) or self._give_up_a_pin(request, end):
                 continue
             if self._streamer.take_back(request, end):
                 continue
             if step.is_ahead:
                 return False
-            victim = self._victims.choose(request, len(step.requests))
+            victim = self._victims.choose(request, len(step.requests), self._needs.left(request, end))
             self._queues.take_out(victim)
             self.preempt(victim, request, "memory")
             if victim is request.leader:
@@ -107,10 +110,12 @@ class Relief:
         """
         num_steps = self._reservation.num_steps(request)
         if num_steps is None:
-            return "memory"
+            return "kv_cap" if self._core.quotas.of(request.tenant).has_cap else "memory"
         found = self._core.rules.of(hit.mask).blocks_of(hit)
+        if self._core.quotas.is_on and self._num_above_cap(request, found, num_steps) > 0:
+            return "kv_cap"
         needed = self._needed_at_once(request, hit, beside, num_steps)
-        if not self._core.pool.num_pinned and self._num_missing(needed, found) > 0:
+        if not self._core.pool.num_pinned and self._num_missing(request, needed, found) > 0:
             return "memory"  # mostly so where many run: it does not fit, however little these will take yet
         return None if self._rule.has_room(request, found, step.plan.step_id, beside) else "growth"
 
@@ -133,10 +138,13 @@ class Relief:
         blocks = self._core.rules.of(hit.mask).blocks_of(hit)
         for other in running:
             needed += self._needs.growth(other, num_steps) + len(other.forks) * num_groups
-        missing = self._num_missing(needed, blocks)
-        if missing > 0 and not self._give_up_pins(missing, blocks, now):
+        if self._num_missing(request, needed, blocks) > 0 and not self._give_up_pins(request, needed, blocks, now):
             return None
-        if self._num_missing(needed, blocks) > -num_groups:  # a copy keeps its sources for this step
+        if self._core.quotas.is_on:
+            self._give_up_own_pins(request, blocks, num_steps, now)
+        is_tight = self._num_missing(request, needed, blocks) > -num_groups
+        if is_tight or self._num_above_cap(request, blocks, num_steps, with_pins=True) > -num_groups:
+            # A copy keeps its sources for this step.
             return hit._replace(partial=None, num_partial_tokens=0)
         return hit
 
@@ -159,9 +167,9 @@ class Relief:
             return False
         needed = streamer.num_hot_blocks(request)
         needed += sum(self._needs.growth(other) for other in running)
-        while (missing := self._num_missing(needed, [])) > 0 and streamer.cool(running):
+        while self._num_missing(request, needed, []) > 0 and streamer.cool(running):
             pass
-        if missing > 0 and not self._give_up_pins(missing, [], now):
+        if self._num_missing(request, needed, []) > 0 and not self._give_up_pins(request, needed, [], now):
             return False
         return self._core.blocks.make_free(needed, asked_by=request.request_id)
 
@@ -177,11 +185,11 @@ class Relief:
         hit = self._core.match(request.namespace, request.packed(), request.max_hit_tokens, mask=request.mask)
         blocks = self._core.rules.of(hit.mask).blocks_of(hit)
         running = self._queues.with_blocks
-        needed = self._needed_at_once(request, hit, None, num_steps) - self._num_kept_beside(blocks)
+        needed = self._needed_at_once(request, hit, None, num_steps)
         growing = [one for one in running if num_steps or one.cache is None or one.num_tokens > one.cache.capacity]
         needed += sum(self._needs.growth(one, num_steps) for one in growing if one.cache is not None)
         needed += sum(len(one.forks) for one in running) * self._core.num_groups
-        missing = self._num_missing(needed, blocks)
+        missing = self._num_missing_without_pins(request, needed, blocks)
         return missing if missing > 0 or self._rule.has_room(request, blocks, step_id, None) else 1
 
     def preempt(self, victim: Request, beneficiary: Request, cause: PreemptionCause) -> None:
@@ -203,20 +211,81 @@ class Relief:
             )
         )
 
-    def _num_missing(self, needed: int, found: list[Block]) -> int:
+    def is_at_cap(self, request: Request) -> bool:
+        """Whether ``request``, which waits, does so since its tenant has as many blocks as its cap allows."""
+        if not self._core.quotas.of(request.tenant).has_cap:
+            return False
+        num_steps = self._reservation.num_steps(request)
+        if num_steps is None:
+            return True
+        hit = self._core.match(request.namespace, request.packed(), request.max_hit_tokens, mask=request.mask)
+        return self._num_above_cap(request, self._core.rules.of(hit.mask).blocks_of(hit), num_steps) > 0
+
+    def _num_above_cap(self, request: Request, found: list[Block], num_steps: int, *, with_pins: bool = False) -> int:
+        """Return by how many blocks its tenant would pass its cap with ``request``, which waits; may be negative.
+
+        Args:
+            request: with what it needs for ``num_steps`` steps, as those of its tenant that run do.
+            found: blocks that it begins with.
+            num_steps: as the reservation says.
+            with_pins: whether its tenant's pins keep what they keep; else all may be given up.
+        """
+        tenant = self._core.quotas.of(request.tenant)
+        if not tenant.has_cap:
+            return -self._core.pool.num_blocks
+        needed = self._needs.whole(request, num_steps)
+        own = [one for one in self._queues.with_blocks if one.tenant == request.tenant]
+        if own:
+            needed += len(request.forks) + sum(self._needs.growth(one, num_steps) + len(one.forks) for one in own)
+            if request.beams is not None:
+                needed += max(0, request.beams.num_held - self._needs.whole(request))
+        if with_pins:
+            return needed - sum(1 for block in found if block.num_table_refs or block.num_pin_refs) - tenant.room
+        return needed - sum(1 for block in found if block.num_table_refs) - tenant.room - tenant.num_pinned
+
+    def _give_up_own_pins(self, request: Request, found: list[Block], num_steps: int, now: float) -> None:
+        """Give up pins of the tenant of ``request`` until that fits below its cap, as is known that it can."""
+        tenant, spared = self._core.quotas.of(request.tenant), set(found)
+        while self._num_above_cap(request, found, num_steps, with_pins=True) > 0:
+            has_gained = self._core.pins.give_up(now, spared, lambda block: block.tenant is tenant)
+            assert has_gained, "pins alone keep a tenant above its cap, and it has no pin"
+
+    def _give_up_a_pin(self, request: Request, end: int) -> bool:
+        """Give up a pin, if that helps ``request``, which runs and needs blocks up to position ``end``."""
+        core = self._core
+        if not core.quotas.is_on:
+            return core.pins.give_up(core.now_s)
+        num_new = self._needs.left(request, end)
+        return core.pins.give_up(
+            core.now_s, (), lambda block: core.quotas.unpinning_helps(request.tenant, block.tenant, num_new)
+        )
+
+    def _num_missing(self, request: Request, needed: int, found: list[Block]) -> int:
         """Return how many of ``needed`` blocks can neither be allocated nor are a gift of a hit; may be negative."""
         # Found blocks that nobody keeps are among the available ones, so they are needed too; kept ones are a gift.
         kept = sum(1 for block in found if block.num_table_refs or block.num_pin_refs)
-        return needed - kept - self._core.num_available
+        return needed - kept - self._core.num_available_to(request.tenant)
 
-    def _give_up_pins(self, num_blocks: int, found: list[Block], now: float) -> bool:
-        """Give up pins until ``num_blocks`` fewer are missing beside ``found``; none at all if that is out of reach."""
-        left = self._num_kept_beside(found) - num_blocks
-        if left < 0:
+    def _num_missing_without_pins(self, request: Request, needed: int, found: list[Block]) -> int:
+        """Return the same, had all pins been given up."""
+        core = self._core
+        if not core.quotas.is_on:
+            return self._num_missing(request, needed, found) - self._num_kept_beside(found)
+        kept = sum(1 for block in found if block.num_table_refs)
+        num_cached = core.pool.num_cached - core.quotas.num_withheld_without_pins(request.tenant)
+        return needed - kept - core.pool.num_free - num_cached
+
+    def _give_up_pins(self, request: Request, needed: int, found: list[Block], now: float) -> bool:
+        """Give up pins until ``needed`` blocks are there beside ``found``; none at all if that is out of reach."""
+        if self._num_missing_without_pins(request, needed, found) > 0:
             return False
-        spared = set(found)
-        while self._num_kept_beside(found) > left:
-            has_gained = self._core.pins.give_up(now, spared)
+        core, tenant, spared = self._core, request.tenant, set(found)
+        while self._num_missing(request, needed, found) > 0:
+            has_gained = core.pins.give_up(
+                now,
+                spared,
+                (lambda block: core.quotas.unpinning_helps(tenant, block.tenant, 0)) if core.quotas.is_on else None,
+            )
             assert has_gained, "pins alone keep a block, and no pin keeps it"
         return True
 

@@ -179,7 +179,7 @@ class RowPlanner:
         end = start + 1 + num_drafts
         if end > cache.capacity:
             num_new = num_blocks_for(end - cache.capacity, self._core.block_size) + num_behind
-            has_room = self._core.num_available >= num_new * self._core.num_groups
+            has_room = self._core.num_available_to(request.tenant) >= num_new * self._core.num_groups
             if not (has_room and self._core.extend(cache, start, end)):
                 num_drafts = cache.capacity - start - 1
         return num_drafts

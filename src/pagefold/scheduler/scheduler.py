@@ -77,6 +77,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Scheduler"]
 
+_NOBODY: frozenset[str] = frozenset()
+
 
 class Scheduler:
     """Decides each step. Its parts have what is theirs: queues, admission, relief, rows, flight, leaving, failed steps.
@@ -188,6 +190,7 @@ class Scheduler:
         for sample in (request, *request.forks):
             sample.order = (tag, sample.index)
         self.policy.arrived(request)
+        self.core.quotas.arrived(request.tenant, request.quota)
         self._queues.enter(request)
         self._queues.wait(request)
         self.sessions.arrived(request)
@@ -427,7 +430,10 @@ class Scheduler:
         num_read = sum(plan.starts) + num_tokens
         waits_for = "apart" if self.suspicion.is_on and self.waiting else step.waits_for
         cap = None if step.prefill_cap_tokens == NO_CAP else step.prefill_cap_tokens
-        self._emit(StepPlanned(plan.step_id, step.now, plan.num_rows, num_tokens, num_read, drafts, waits_for, cap))
+        capped = frozenset(step.capped) if step.capped else _NOBODY
+        self._emit(
+            StepPlanned(plan.step_id, step.now, plan.num_rows, num_tokens, num_read, drafts, waits_for, cap, capped)
+        )
         return plan
 
     @staticmethod

@@ -53,9 +53,11 @@ class StepInFlight:
         num_reserved: tokens that are left for the head of the queue by those that run and are behind it in order.
         reserved_for: its order.
         waits_for: what those wait for whom it has not let in; None where nobody does.
+        capped: tenants of whom somebody waits only since they have as many blocks as their caps allow.
     """
 
     __slots__ = (
+        "capped",
         "filling",
         "forking",
         "is_ahead",
@@ -99,6 +101,7 @@ class StepInFlight:
         self.num_reserved = 0
         self.reserved_for = (0.0, -1)
         self.waits_for: WaitCause | None = None
+        self.capped: set[str] = set()
 
     @property
     def admitted(self) -> list[Request]:

@@ -36,6 +36,7 @@ def tell_added(emit: Emit, request: Request) -> None:
             has_beams=request.beams is not None,
             tenant=request.tenant,
             weight=request.weight,
+            quota=request.quota,
             session=request.session,
             hint_pins=request.hint_pins,
         )

@@ -10,6 +10,9 @@ that tells them apart,
    would only choose those that have few blocks, and so more of them;
 4. the last in order.
 
+Where tenants have quotas, these are only such as give what the beneficiary can have: at its cap its own tenant's, and
+nobody's who has no more than its floor (``kv/quotas.py``).
+
 Where nobody is behind it, the beneficiary goes itself. So it does where those behind it were preempted as often as
 anybody may be (``MOST_PREEMPTIONS``), unless the same holds of it, it is more urgent than they, or the step has no row
 yet.
@@ -48,16 +51,19 @@ class Victims:
         self._queues = queues
         self._policy = policy
 
-    def choose(self, beneficiary: Request, num_planned: int) -> Request:
+    def choose(self, beneficiary: Request, num_planned: int, num_new: int) -> Request:
         """Return who gives its blocks back, the first seat of beams for all of them; perhaps the beneficiary itself.
 
         Args:
             beneficiary: who needs a block, and runs.
             num_planned: how many of ``running`` have a row of the step being planned; it is behind those.
+            num_new: how many blocks it lacks.
         """
         own = beneficiary.leader
         behind = [one for one in self._queues.running[num_planned:] if one is not own and one.leader is one]
         behind += [one for one in self._queues.set_aside if one.order > own.order and one.leader is one]
+        if self._core.quotas.is_on:
+            behind = [one for one in behind if self._core.quotas.helps(own.tenant, one.tenant, num_new)]
         if not behind:
             return own
         rank = min(map(self._rank, behind))

@@ -24,6 +24,7 @@ __all__ = [
     "Models",
     "OpenAIResponse",
     "Pins",
+    "Quotas",
     "Tokenized",
     "Unpinned",
     "Warmed",
@@ -312,6 +313,22 @@ class Pins(BaseModel):
     dropped: list[_GonePin]
     num_blocks: int = Field(ge=0)
     max_blocks: int = Field(ge=0)
+
+
+class _Quota(BaseModel):
+    object: Literal["cache.quota"]
+    tenant: str
+    num_blocks: int = Field(ge=0)
+    num_cached: int = Field(ge=0)
+    floor_blocks: int = Field(ge=0)
+    cap_blocks: int | None
+
+
+class Quotas(BaseModel):
+    """The answer of ``GET /v1/cache/quotas``."""
+
+    object: Literal["list"]
+    data: list[_Quota]
 
 
 class Unpinned(BaseModel):

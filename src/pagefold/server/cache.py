@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import APIRouter, HTTPException, Request, Response
 from starlette.responses import JSONResponse
 
-from pagefold.server.answer_schemas import Pins, Unpinned, Warmed
+from pagefold.server.answer_schemas import Pins, Quotas, Unpinned, Warmed
 from pagefold.server.checked_route import CheckedRoute
 from pagefold.server.disconnect import while_connected
 from pagefold.server.warm_schemas import WarmRequest  # noqa: TC001 - FastAPI reads it
@@ -45,6 +45,12 @@ def cache_routes(warmer: Warmer) -> APIRouter:
             "num_blocks": report.num_blocks,
             "max_blocks": report.max_blocks,
         }
+
+    @router.get("/v1/cache/quotas", responses={200: {"model": Quotas}})
+    async def list_quotas() -> dict[str, Any]:
+        """List what tenants with a quota have of the device's blocks. For the admin."""
+        told = [{"object": "cache.quota", **asdict(quota)} for quota in await served.client.quotas()]
+        return {"object": "list", "data": told}
 
     @router.delete("/v1/cache/pins/{pin_id}", responses={200: {"model": Unpinned}})
     async def unpin(pin_id: str) -> dict[str, Any]:

@@ -32,6 +32,7 @@ _WAITS = {
     "seats": "all places were taken (--max-num-seqs)",
     "memory": "others had the memory that it needed",
     "growth": "what was free was promised to those that run (--admission)",
+    "kv_cap": "its tenant had as much of the cache as it may (kv_cap)",
     "prefills": "others had the places among prompts that are partly computed (--max-num-partial-prefills)",
     "tokens": "others had all tokens of the steps (--max-num-batched-tokens)",
     "apart": "a step had failed, and it was looked for whose fault that was",

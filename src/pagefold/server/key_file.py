@@ -13,6 +13,8 @@ It is TOML::
     weight = 2             # optional; the tenant's share beside others' weights, where the server shares by them
     tokens_per_s = 500     # optional; what the tenant may use, prompts and outputs together
     burst_tokens = 20000   # optional; and at once, behind a pause
+    kv_floor = 0.1         # optional; so large a share of the cache others cannot have evicted
+    kv_cap = 0.5           # optional; and the tenant never has more than this share of it
 
 Several keys may belong to one tenant. Nothing here ever shows a key, nor a line of the file, which may hold one.
 """
@@ -39,13 +41,15 @@ __all__ = ["read_key_file"]
 _ENTRY = re.compile(r"\s*\[\[\s*[\"']?keys[\"']?\s*\]\]")
 _AT_LINE = re.compile(r"at line (\d+)")
 _TABLES = ("classes", "keys")
-_OF_TENANT = ("kv_keep", "weight", "tokens_per_s", "burst_tokens")
+_OF_TENANT = ("kv_keep", "weight", "tokens_per_s", "burst_tokens", "kv_floor", "kv_cap")
 _FIELDS = ("key", "tenant", "class", *_OF_TENANT)
 _MOST_TOKENS = 1e12
 _RANGES = {
     "weight": (MIN_WEIGHT, MAX_WEIGHT, "such as 1, or 2 for twice as much as those with 1"),
     "tokens_per_s": (1e-3, _MOST_TOKENS, "or leave it out for any number"),
     "burst_tokens": (1.0, _MOST_TOKENS, "or leave it out for what comes in a minute"),
+    "kv_floor": (0.0, 0.99, "such as 0.25 for a quarter of the cache's blocks, or leave it out for none"),
+    "kv_cap": (1e-6, 1.0, "such as 0.25 for a quarter of the cache's blocks, or leave it out for any number"),
 }
 """What numbers may be, and what to write, by field."""
 
@@ -124,9 +128,14 @@ def _account(path: str, line: int, entry: object, classes: dict[str, int]) -> Ac
     keep = entry.get("kv_keep")
     if keep is not None and (type(keep) not in (int, float) or not 0 < keep <= 1):
         raise _bad(path, line, "begins an entry whose kv_keep is not a share above 0, or 1 for all")
-    weight, tokens_per_s, burst_tokens = (_number(path, line, tenant, entry, name) for name in _RANGES)
+    weight, tokens_per_s, burst_tokens, kv_floor, kv_cap = (
+        _number(path, line, tenant, entry, name) for name in _RANGES
+    )
     if burst_tokens is not None and tokens_per_s is None:
         raise _bad(path, line, f'gives tenant "{tenant}" burst_tokens {burst_tokens:g}, and no tokens_per_s beside it')
+    if kv_floor is not None and kv_cap is not None and kv_floor > kv_cap:
+        what = f'gives tenant "{tenant}" kv_floor {kv_floor:g}, and kv_cap {kv_cap:g}, which is less'
+        raise _bad(path, line, what)
     return Account(
         key=key,
         tenant=tenant,
@@ -136,6 +145,8 @@ def _account(path: str, line: int, entry: object, classes: dict[str, int]) -> Ac
         weight=weight,
         tokens_per_s=tokens_per_s,
         burst_tokens=burst_tokens,
+        kv_floor=kv_floor,
+        kv_cap=kv_cap,
     )
 
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from pagefold.engine.client import EngineClient
     from pagefold.engine.foresight import Foreseen
     from pagefold.engine.pins import PinReport
+    from pagefold.engine.quota_report import QuotaStatus
     from pagefold.engine.together import Together
     from pagefold.engine.token_stream import TokenStream
     from pagefold.memory.limit import Limit
@@ -100,6 +101,10 @@ class LateEngine:
     async def pins(self) -> PinReport:
         """See :class:`~pagefold.engine.client.EngineClient`."""
         return await self._arrived().pins()
+
+    async def quotas(self) -> tuple[QuotaStatus, ...]:
+        """See :class:`~pagefold.engine.client.EngineClient`."""
+        return await self._arrived().quotas()
 
     async def unpin(self, pin_id: str) -> bool:
         """See :class:`~pagefold.engine.client.EngineClient`."""

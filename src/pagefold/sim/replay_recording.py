@@ -9,15 +9,18 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from pagefold.events import BlockEvicted, PrefixLookup, RequestPreempted
 from pagefold.kv import (
     NO_HOST,
+    NO_QUOTAS,
     NO_RESIDUALS,
     HostTier,
     KVCore,
     PinLimits,
+    Quotas,
     Residuals,
     audit,
     blocks_per_place,
@@ -115,16 +118,19 @@ class _Replayer:
         self._unknown: dict[tuple[int, int], int] = {}
         self._num_preemptions = self._num_asked = self._num_hit = self._num_evictions = 0
         num_places = settings.num_blocks // blocks_per_place(settings.rules)
+        make = partial(make_policy, settings.eviction_policy, num_places)
+        quotas = Quotas() if settings.has_quotas else NO_QUOTAS
         self._core = KVCore(
             settings.num_blocks,
             block_size=settings.block_size,
             rules=settings.rules,
-            policy=make_policy(settings.eviction_policy, num_places),
+            policy=quotas.policy(make(), make),
             enable_prefix_caching=settings.enable_prefix_caching,
             pin_limits=PinLimits(settings.max_pinned_share, settings.pin_half_life_s),
             host=HostTier(settings.num_host_blocks) if settings.num_host_blocks else NO_HOST,
             allow_streaming=settings.allow_streaming,
             residuals=Residuals(settings.max_num_seqs, settings.block_size) if settings.seals_blocks else NO_RESIDUALS,
+            quotas=quotas,
             emit=self._note,
         )
         self._pacing = GivenCap()
@@ -287,6 +293,7 @@ class _Replayer:
                 namespace=str(add.namespace).encode(),
                 tenant=str(add.tenant),
                 weight=add.weight,
+                quota=add.quota,
                 seed=number,
                 arrival_s=add.arrival_s,
                 deadline_s=add.deadline_s,

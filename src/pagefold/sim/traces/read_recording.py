@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from pagefold.errors import TraceError
 from pagefold.kv.keep import KEEP_ALL, KeepRule
 from pagefold.kv.policies import POLICIES
+from pagefold.kv.tenant_blocks import KVQuota
 from pagefold.request import MAX_WEIGHT, MIN_WEIGHT, HintPin, SessionRef, hints_within
 from pagefold.scheduler import ADMISSION_RULES, SCHEDULING_POLICIES
 from pagefold.scheduler.guardrails import NO_CAP
@@ -167,6 +168,7 @@ class _Reader:
             admission=line.one_of("admission", ADMISSION_RULES) if "admission" in line else "prompt",
             max_num_partial_prefills=_places(line, "max_num_partial_prefills"),
             max_long_partial_prefills=_places(line, "max_long_partial_prefills"),
+            has_quotas="has_quotas" in line and line.flag("has_quotas"),
             long_prefill_token_threshold=line.whole(threshold, 0, MAX_TOKENS) if threshold in line else 0,
         )
         if settings.allow_streaming and not settings.num_host_blocks:
@@ -177,6 +179,9 @@ class _Reader:
             raise ValueError(msg)
         if settings.allow_streaming and settings.rules != (KEEP_ALL,):
             msg = "it allows streaming, and keeps windows"
+            raise ValueError(msg)
+        if settings.has_quotas and (settings.allow_streaming or settings.rules != (KEEP_ALL,)):
+            msg = "it has quotas, and allows streaming or keeps windows"
             raise ValueError(msg)
         return Recording(self._path.name, settings)
 
@@ -207,6 +212,7 @@ class _Reader:
             has_beams="beams" in line and line.flag("beams"),
             tenant=line.whole("tenant", 0, len(self._adds)) if "tenant" in line else 0,
             weight=line.number("weight", MIN_WEIGHT, MAX_WEIGHT) if "weight" in line else 1.0,
+            quota=_quota(line.items("quota"), settings) if "quota" in line else None,
         )
         prompt = _hashes(line)
         if len(prompt) != num_prompt_tokens:
@@ -313,6 +319,17 @@ def _hint_pins(values: list[object], num_prompt_tokens: int) -> tuple[HintPin, .
                 msg = "its hint_pins are no (tokens of the prompt, seconds)"
                 raise ValueError(msg)
     return hints_within(hints, num_prompt_tokens)
+
+
+def _quota(values: list[object], settings: RecordedSettings) -> KVQuota:
+    match values:
+        case [int(floor), None] if settings.has_quotas and 0 <= floor < settings.num_blocks:
+            return KVQuota(floor)
+        case [int(floor), int(cap)] if settings.has_quotas and 0 <= floor <= cap <= settings.num_blocks and cap:
+            return KVQuota(floor, cap)
+        case _:
+            msg = "its quota is no (floor, cap) in blocks, or the server had none"
+            raise ValueError(msg)
 
 
 def _drafts(value: object, num_samples: int) -> tuple[int, int, int]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from pagefold.errors import TraceError
 from pagefold.kv.keep import KEEP_ALL, KeepRule
+from pagefold.kv.tenant_blocks import KVQuota  # noqa: TC001 - of a dataclass
 from pagefold.request import HintPin, Request, SessionRef, StopRule
 from pagefold.scheduler.guardrails import NO_CAP
 from pagefold.sim.traces.request import GREEDY_TO_LENGTH, Trace, TraceRequest
@@ -35,6 +36,7 @@ class RecordedSettings:
     """What the server was started with, by the names of ``EngineConfig``; and the blocks of pool and host tier.
 
     ``seals_blocks`` says whether its codec seals blocks when they are full: then each sequence has a residual.
+    ``has_quotas`` says whether tenants may have quotas, which their requests tell.
     ``rules`` say what each cache group keeps. Recordings that say nothing of admission are of servers that let requests
     in by their prompts.
     """
@@ -57,6 +59,7 @@ class RecordedSettings:
     max_num_partial_prefills: int | None = None
     max_long_partial_prefills: int | None = None
     long_prefill_token_threshold: int = 0
+    has_quotas: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +83,7 @@ class RecordedAdd:
         has_beams: whether its samples are beams of a search; what becomes of them step by step is not recorded.
         tenant: whose it is: a number.
         weight: of the tenant.
+        quota: likewise; None for none.
     """
 
     number: int
@@ -100,6 +104,7 @@ class RecordedAdd:
     has_beams: bool = False
     tenant: int = 0
     weight: float = 1.0
+    quota: KVQuota | None = None
 
 
 class RecordedCut(NamedTuple):
