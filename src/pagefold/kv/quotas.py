@@ -4,7 +4,8 @@ Tenants never share a block: their name is part of the namespace. So each block 
 allocated for it until it is free, held or cached.
 
 - Up to its *floor*, a tenant's cached blocks are not evicted for other tenants. What it does not use of that, others
-  may use meanwhile.
+  may use meanwhile. (Memory that is reserved beside memory that all share is as in A. Cidon et al., "Memshare: a
+  dynamic multi-tenant key-value cache", USENIX ATC 2017, section 3.)
 - Beyond its *cap*, a tenant gets no block: where it has so many, one of its own that is cached goes for the next.
 
 Tenants without a quota are one here, which has neither.

@@ -77,7 +77,7 @@ class QueueAhead:
         if running:
             core = self._core
             needed = num_blocks_for(num_left + num_waiting_tokens + num_tokens, core.block_size) * core.num_groups
-            missing = needed - core.num_available
+            missing = needed - core.num_available_to("")
             if missing > 0:
                 num_to_leave = max(num_to_leave, missing / max(1.0, core.num_active / num_running))
         return Ahead(num_left + num_waiting_tokens, num_to_leave, is_idle=not queues)
