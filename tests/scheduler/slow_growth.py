@@ -65,7 +65,7 @@ def has_room(scheduler: Scheduler, request: Request, step_id: int) -> bool:
     hit = core.match(request.namespace, request.packed(), request.max_hit_tokens, mask=request.mask)
     shared = [block for block in core.rules.of(hit.mask).blocks_of(hit) if block.num_table_refs]
     promised = all_at_their_ends(scheduler)
-    if needed + promised - len(shared) <= core.num_available + core.pool.num_pinned:
+    if needed + promised - len(shared) <= core.num_available_to(request.tenant) + core.pool.num_pinned:
         return True
     if rule.name == "max_tokens":
         return False
@@ -73,7 +73,8 @@ def has_room(scheduler: Scheduler, request: Request, step_id: int) -> bool:
     a_lot = 0 if core.trims else core.num_groups
     now = step_id // core.block_size
     coming = End(lot, needed)
-    return most_at_once(ends_of(scheduler), coming, request.num_seqs, a_lot, now) <= core.pool.num_blocks
+    num_blocks = core.pool.num_blocks - core.quotas.num_withheld_from(request.tenant)
+    return most_at_once(ends_of(scheduler), coming, request.num_seqs, a_lot, now) <= num_blocks
 
 
 def _own(scheduler: Scheduler, request: Request, end: int) -> int:

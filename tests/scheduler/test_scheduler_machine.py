@@ -1092,9 +1092,10 @@ class Machine:
             assert tenant.num_waiting == sum(request.num_seqs for request in new if request.tenant == name)
             held = sum(shares.held(sample) for request in running for sample in (request, *request.forks))
             assert tenant.num_tokens == pytest.approx(held)
-            orders = [request.order for request in self.requests.values() if request.tenant == name]
-            if self.quotas:  # who makes way for one that was passed at its cap goes a rounding behind it
-                orders = [(round(tag, 9), index) for tag, index in orders]
+            own = [request for request in self.requests.values() if request.tenant == name]
+            if self.quotas:  # who makes way goes behind a head that may have passed its tenant's next at its cap
+                own = [request for request in own if not shares.num_made_way(request.leader)]
+            orders = [request.order for request in own]
             assert orders == sorted(orders), "a tenant's requests are in order of arrival"
 
     def _check_pins(self) -> None:
@@ -1328,6 +1329,10 @@ class Machine:
         if isinstance(event, BlockEvicted) and event.cause == "allocation":
             self._saw("something superseded is evicted", event.rule == "superseded")
             spared = None if event.rule == "superseded" else self.core.blocks.expectations.superseded()
+            if spared is not None and self.quotas:  # who was at its cap could have its own alone
+                owner, asked = Namespace.from_key(spared.node.root.key).tenant, self.requests[event.asked_by].tenant
+                cap = self.quotas.get(asked, KVQuota()).cap_blocks
+                spared = None if owner != asked and cap is not None and self._count(asked)[0] + 1 >= cap else spared
             assert spared is None, "evicted, while something superseded could go"
         if isinstance(event, RequestPreempted) and event.cause == "memory":
             assert self.quotas or not self.failed_extends[-1], "preempted, while pins alone keep a block"

@@ -282,8 +282,8 @@ class Metrics:
         self._held_steps = self._series.counters(
             "pagefold:steps_with_waiting",
             "Steps behind which somebody waited, by what who is next waits for, and with it all behind: seats, memory, "
-            "growth, prefills, tokens or apart, as /v1/explain tells it; kv_cap where all who wait do for their tenants' "
-            "caps.",
+            "growth, prefills, tokens or apart, as /v1/explain tells it; kv_cap where all wait for their "
+            "tenants' caps.",
             "cause",
             get_args(WaitCause),
         )
