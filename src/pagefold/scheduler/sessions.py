@@ -29,6 +29,7 @@ from pagefold.kv.expectations import ExpectedPath
 from pagefold.kv.pause_forecast import said
 from pagefold.kv.tree import TOKEN_BYTES
 from pagefold.request import EndedSession
+from pagefold.scheduler.compactions import Compactions
 from pagefold.scheduler.pauses import Pauses, forecast_of
 
 if TYPE_CHECKING:
@@ -75,6 +76,10 @@ class _Session:
         num_open: requests of it that have not ended.
         paused_s: when the last of them ended; None while any is there, or none has come.
         pauses: those that it made.
+        num_turns: prompts of its history since that was begun, or compacted.
+        num_prompt_tokens: of the last of them.
+        num_sure: blocks that its history begins with whatever is compacted: those of its first prompt, or what was left
+            of it last time.
         is_over: it has ended, or is forgotten.
         is_ended: it has ended.
     """
@@ -84,6 +89,9 @@ class _Session:
         "is_ended",
         "is_over",
         "num_open",
+        "num_prompt_tokens",
+        "num_sure",
+        "num_turns",
         "owner",
         "parent",
         "paths",
@@ -101,19 +109,21 @@ class _Session:
         self.num_open = 0
         self.paused_s: float | None = None
         self.pauses = Pauses(_OWN_FADE)
+        self.num_turns = self.num_prompt_tokens = self.num_sure = 0
         self.is_over = self.is_ended = False
         if parent is not None:
             parent.children[self] = None
 
 
 class _Tenant:
-    """The sessions of one tenant, the longest idle first, and their pauses."""
+    """The sessions of one tenant, the longest idle first, their pauses, and how they compact."""
 
-    __slots__ = ("pauses", "sessions")
+    __slots__ = ("compactions", "pauses", "sessions")
 
     def __init__(self) -> None:
         self.sessions: OrderedDict[bytes, _Session] = OrderedDict()
         self.pauses = Pauses(_TENANT_FADE)
+        self.compactions = Compactions()
 
 
 class _Open(NamedTuple):
@@ -160,6 +170,7 @@ class Sessions:
             if session.paused_s is not None:
                 self._learn(session, now_s - session.paused_s)
                 session.paused_s = None
+            self._take_turn(session, request)
             self._go_on(session, request, path)
             self._num_running += 1
         self._expectations.expect_at(path, now_s)
@@ -281,8 +292,9 @@ class Sessions:
         session.paused_s = now_s
         session.paths = [each for each in session.paths if each.tail is not None]
         forecast = self._forecast(session, said_s)
+        risk = self._tenants[session.ref.tenant].compactions.risk(session.num_turns)
         for each in session.paths:
-            self._expectations.expect(each, forecast, now_s)
+            self._expectations.expect(each, forecast, now_s, num_sure=session.num_sure, risk=risk)
 
     def _forecast(self, session: _Session, said_s: float | None) -> PauseForecast:
         """Return how long a pause of ``session`` will be: as its client says, or as it was away before."""
@@ -294,6 +306,18 @@ class Sessions:
         pause_s = max(0.0, pause_s)
         session.pauses.see(pause_s)
         self._tenants[session.ref.tenant].pauses.see(pause_s)
+
+    def _take_turn(self, session: _Session, request: Request) -> None:
+        """Note that a session goes on with ``request``, and whether its client has compacted the history before."""
+        num_tokens = request.num_prompt_tokens
+        if session.num_turns:
+            is_cut = num_tokens < session.num_prompt_tokens
+            self._tenants[session.ref.tenant].compactions.see(session.num_turns, is_cut=is_cut)
+            session.num_turns = 1 if is_cut else session.num_turns + 1
+        else:
+            session.num_turns = 1
+            session.num_sure = num_tokens // self._core.block_size
+        session.num_prompt_tokens = num_tokens
 
     def _add_path(self, session: _Session, path: ExpectedPath) -> None:
         session.paths.append(path)
@@ -321,6 +345,8 @@ class Sessions:
         session.paths = [each for each in session.paths if each not in gone]
         for each in before:
             self._expectations.drop(each)
+        if session.num_turns == 1 and any(num_kept <= tail.depth for tail, num_kept in partings):
+            session.num_sure = 0 if best is None else best.depth + 1
         for tail, num_kept in partings:
             if num_kept <= tail.depth:
                 self._supersede(session, tail, num_kept, "edited")
