@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagefold.events import BlockEvicted, Event, PathSuperseded, SessionClosed
-from pagefold.kv import KVCore, audit, make_policy
+from pagefold.kv import HostTier, KVCore, audit, make_policy
 from pagefold.kv.block import NOBODY, Node
 from pagefold.kv.expectations import ExpectedPath
+from pagefold.kv.host_tier import NO_HOST
 from pagefold.kv.pause_forecast import NUM_RANGES, PauseForecast, range_of, said
 from pagefold.request import Request, SessionRef, StopRule, session_ref
 from pagefold.sampling import SamplingParams
@@ -30,9 +31,17 @@ Look = Callable[[ExpectedPath, float], None]
 class Server:
     """A scheduler with a runner that computes nothing, and a clock that is set."""
 
-    def __init__(self, num_blocks: int = 40, *, policy: str = "lru", max_sessions: int = 100) -> None:
+    def __init__(
+        self, num_blocks: int = 40, *, policy: str = "lru", max_sessions: int = 100, host_blocks: int = 0
+    ) -> None:
         self.events: list[Event] = []
-        self.core = KVCore(num_blocks, block_size=SIZE, policy=make_policy(policy), emit=self.events.append)
+        self.core = KVCore(
+            num_blocks,
+            block_size=SIZE,
+            policy=make_policy(policy),
+            host=HostTier(host_blocks) if host_blocks else NO_HOST,
+            emit=self.events.append,
+        )
         self.scheduler = Scheduler(
             self.core, SchedulerLimits(8, 64), max_sessions_per_tenant=max_sessions, emit=self.events.append
         )
@@ -179,6 +188,65 @@ def test_an_agent_of_two_namespaces_has_a_history_in_each():
     server.serve(prompt, "a", namespace=b"two")
     server.serve([*prompt, 5], "a", namespace=b"one")
     assert server.core.blocks.expectations.num_superseded == 0
+
+
+# What has left the device.
+
+
+def copies(server: Server) -> dict[tuple[int, ...], bool]:
+    """What the host holds, by its tokens, and whether it makes room first."""
+    found = server.core.host.blocks.found()
+    return {tuple(memoryview(held.name.key).cast("i")): held.is_superseded for held in found}
+
+
+def blocks_of(tokens: list[int]) -> list[tuple[int, ...]]:
+    return [tuple(tokens[at : at + SIZE]) for at in range(0, len(tokens) - SIZE + 1, SIZE)]
+
+
+def test_copies_of_what_is_edited_away_make_room_first_on_the_host():
+    server = Server(60, host_blocks=60)
+    head, old = tokens_of(1, 12), tokens_of(2, 20)
+    server.serve(head, "b")  # others have used it
+    request = server.serve(head + old, "a", returns_in_s=50.0)
+    server.serve(tokens_of(7, 8), "c")
+    server.evict(60)
+    server.step()
+    server.serve([*head, 1], "b")
+    server.serve([*request.token_ids, 8, 9], "a", returns_in_s=50.0)  # its copies came back
+    assert not any(copies(server).values())
+    server.evict(3)
+    server.serve([*head, *tokens_of(3, 5)], "a")
+    told = copies(server)
+    assert [told[block] for block in blocks_of(old)] == [True] * 5
+    assert not any(told.get(block) for block in [*blocks_of(head), *blocks_of(tokens_of(7, 8))])
+
+
+def test_copies_of_a_session_that_has_ended_make_room_first_on_the_host():
+    server = Server(60, host_blocks=60)
+    head, own = tokens_of(1, 12), tokens_of(2, 20)
+    server.serve(head, "b")
+    server.serve(head + own, "a", returns_in_s=50.0)
+    server.evict(4)  # of a, which is expected last
+    server.add(tokens_of(9, 4))
+    server.run()
+    assert not any(copies(server).values())
+    server.end("a")
+    told = copies(server)
+    assert told
+    assert all(told.values())
+
+
+def test_copies_stay_as_they_are_while_a_sub_agent_may_have_use_for_them():
+    server = Server(60, host_blocks=60)
+    head, old = tokens_of(1, 12), tokens_of(2, 20)
+    server.serve(head + old, "a", returns_in_s=5.0)
+    server.serve([*head, *old[:16], 1, 2, 3, 4, 5], "child", parent="a", returns_in_s=50.0)
+    server.evict(3)
+    server.add(tokens_of(9, 4))
+    server.run()
+    server.serve([*head, 9], "a")
+    assert copies(server)
+    assert not any(copies(server).values())
 
 
 # Samples, and several requests at once.

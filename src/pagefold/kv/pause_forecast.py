@@ -46,8 +46,8 @@ class PauseForecast:
 
     Args:
         weights: of ranges; they need not add up to anything.
-        said_s: the very pause that the client has announced, None where it has said nothing; the ranges say what follows
-            if it does not keep to it.
+        said_s: the very pause that the client has announced, None where it has said nothing; the ranges say what
+            follows if it does not keep to it.
     """
 
     __slots__ = ("_ranges", "_said_s")

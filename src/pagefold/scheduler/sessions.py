@@ -114,6 +114,11 @@ class _Session:
         if parent is not None:
             parent.children[self] = None
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether it has no parent and no sub-agents, as far as they are there yet."""
+        return self.parent is None and not self.children
+
 
 class _Tenant:
     """The sessions of one tenant, the longest idle first, their pauses, and how they compact."""
@@ -350,6 +355,7 @@ class Sessions:
         for tail, num_kept in partings:
             if num_kept <= tail.depth:
                 self._supersede(session, tail, num_kept, "edited")
+            self._supersede_behind(session, tail, num_kept, packed)
 
     def _deepest(self, session: _Session, request: Request) -> Node | None:
         """Return the last node that ``request`` has in common with any path of ``session``; None for none."""
@@ -375,12 +381,35 @@ class Sessions:
     def _supersede(self, session: _Session, tail: Node, num_kept: int, cause: SupersedeCause) -> int:
         """Let the blocks of a path go first, but for the first ones. Return how many."""
         nodes = self._expectations.supersede(tail, session.owner, num_kept, stops=cause == "ended")
+        if cause == "ended":
+            self._supersede_behind(session, tail, tail.depth + 1)
         if not nodes:
             return 0
+        if session.is_alone:
+            self._core.blocks.supersede_copies(nodes, session.owner)
         self._core.pins.remove_at(nodes, session.owner)
         num_blocks = sum(block is not None for node in nodes for block in node.all_blocks)
         self._emit(PathSuperseded(num_blocks, cause, tuple(nodes)))
         return num_blocks
+
+    def _supersede_behind(self, session: _Session, tail: Node, num_kept: int, packed: bytes = b"") -> None:
+        """Let go first on the host what has left the device of a path, but for what ``packed`` goes on with.
+
+        Args:
+            session: whose path it is. While it has relatives nothing is done: theirs may lie there too.
+            tail: the last node on the device.
+            num_kept: how many of its first nodes ``packed`` begins with.
+            packed: a prompt of the session; empty for none.
+        """
+        if not session.is_alone:
+            return
+        kept = tail
+        while kept.depth >= num_kept and kept.parent is not None:
+            kept = kept.parent
+        stride = self._core.block_size * TOKEN_BYTES
+        self._core.blocks.supersede_behind(kept, packed[num_kept * stride :], session.owner)
+        if kept is not tail:
+            self._core.blocks.supersede_behind(tail, b"", session.owner)
 
 
 def _is_in(tail: Node | None, namespace: bytes) -> bool:
