@@ -341,6 +341,17 @@ def test_a_session_that_ends_while_a_request_runs_lets_it_go_on():
     assert server.scheduler.sessions.counts == (0, 1)
 
 
+def test_a_request_of_several_samples_that_goes_on_is_one():
+    server = Server(80)
+    first = server.add(tokens_of(1, 10), "a", num_output=20, num_samples=4)
+    sample = first.forks[0]
+    server.add(tokens_of(2, 10), "a", num_output=20)
+    server.step()
+    server.scheduler.finish(sample.request_id, "abort")
+    assert server.end("a")[2] == 2
+    server.run()
+
+
 def test_sub_agents_share_the_fate_of_their_parent():
     server = Server(120)
     head = tokens_of(1, 16)

@@ -73,7 +73,7 @@ class _Session:
         owner: who it and its relatives are: claims of blocks are by that.
         parent, children: whose sub-agent it is, and its own.
         paths: from which it may go on; of another namespace too.
-        num_open: requests of it that have not ended.
+        open: requests of it that have not ended, by their first samples, with how many of their samples have not.
         paused_s: when the last of them ended; None while any is there, or none has come.
         pauses: those that it made.
         num_turns: prompts of its history since that was begun, or compacted.
@@ -88,10 +88,10 @@ class _Session:
         "children",
         "is_ended",
         "is_over",
-        "num_open",
         "num_prompt_tokens",
         "num_sure",
         "num_turns",
+        "open",
         "owner",
         "parent",
         "paths",
@@ -106,7 +106,7 @@ class _Session:
         self.owner: object = object() if parent is None else parent.owner
         self.children: dict[_Session, None] = {}
         self.paths: list[ExpectedPath] = []
-        self.num_open = 0
+        self.open: dict[Request, int] = {}
         self.paused_s: float | None = None
         self.pauses = Pauses(_OWN_FADE)
         self.num_turns = self.num_prompt_tokens = self.num_sure = 0
@@ -132,9 +132,10 @@ class _Tenant:
 
 
 class _Open(NamedTuple):
-    """A sample that has not ended: its session, and the path that it goes on from, of the first sample."""
+    """A sample that has not ended: its session, the first of its samples, and of that the path that it goes on from."""
 
     session: _Session
+    first: Request
     path: ExpectedPath | None
 
 
@@ -169,7 +170,7 @@ class Sessions:
         now_s = request.arrival_s
         session = self._find(ref)
         path = ExpectedPath(session.owner)
-        if session.num_open:
+        if session.open:
             self._expectations.put(path, self._deepest(session, request))
         else:
             if session.paused_s is not None:
@@ -180,10 +181,10 @@ class Sessions:
             self._num_running += 1
         self._expectations.expect_at(path, now_s)
         self._add_path(session, path)
-        self._open[request] = _Open(session, path)
+        self._open[request] = _Open(session, request, path)
         for fork in request.forks:
-            self._open[fork] = _Open(session, None)
-        session.num_open += request.num_seqs
+            self._open[fork] = _Open(session, request, None)
+        session.open[request] = request.num_seqs
 
     def owner_of(self, request: Request) -> object | None:
         """Return for whom the blocks of ``request`` are used; None if it has no session."""
@@ -206,14 +207,16 @@ class Sessions:
             if request.cache is not None and self._expectations.has_claims:
                 self._take(request.cache, None)
             return
-        session, path = found
-        session.num_open -= 1
+        session, first, path = found
+        session.open[first] -= 1
+        if not session.open[first]:
+            del session.open[first]
         tail = None if request.cache is None else self._take(request.cache, session.owner)
         if session.is_over:
             if session.is_ended and tail is not None:
                 self._supersede(session, tail, 0, "ended")
             return
-        self._num_running -= not session.num_open
+        self._num_running -= not session.open
         if path is None:
             path = ExpectedPath(session.owner)
             self._add_path(session, path)
@@ -222,7 +225,7 @@ class Sessions:
         now_s = self._core.now_s
         has_answer = reason in ("stop", "length") or request.is_cut_by_grammar
         returns_in_s = request.returns_in_s if has_answer else None
-        if session.num_open:
+        if session.open:
             self._expectations.expect(path, self._forecast(session, returns_in_s), now_s)
         else:
             self._pause(session, now_s, returns_in_s)
@@ -242,7 +245,7 @@ class Sessions:
             self._remove(session)
             session.is_ended = True
         num_blocks = sum(self._supersede(session, tail, 0, "ended") for session, tail in reversed(tails))
-        num_running = sum(session.num_open for session in family)
+        num_running = sum(len(session.open) for session in family)
         ended = EndedSession(len(family), num_blocks, num_running)
         self._emit(SessionClosed(ref.tenant, ref.session, *ended))
         return ended
@@ -271,7 +274,7 @@ class Sessions:
         """Return who is forgotten next: of the first few the first without a request, or the very first."""
         first: _Session | None = None
         for _, session in zip(range(_LOOKED_AT), tenant.sessions.values(), strict=False):
-            if not session.num_open:
+            if not session.open:
                 return session
             first = first or session
         assert first is not None, "somebody has to go where nobody is"
@@ -281,7 +284,7 @@ class Sessions:
         """Do not find a session any more. Its paths are like all others."""
         del self._tenants[session.ref.tenant].sessions[session.ref.session]
         self._num_sessions -= 1
-        self._num_running -= session.num_open > 0
+        self._num_running -= bool(session.open)
         session.is_over = True
         for path in session.paths:
             self._expectations.drop(path)
