@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from pagefold.events import Emit
     from pagefold.kv import Block, KVCore
-    from pagefold.request import FinishReason, Request
+    from pagefold.request import Request
     from pagefold.scheduler.forecast import Forecaster
     from pagefold.scheduler.growth import AdmissionRule
     from pagefold.scheduler.needs import Needs
@@ -89,10 +89,10 @@ class ExpectedGrowth:
         self._running: dict[Request, _Expected] = {}
         self._lots: dict[int, _Lot] = {}
 
-    def ended(self, request: Request, reason: FinishReason) -> None:
+    def ended(self, request: Request) -> None:
         """See :class:`AdmissionRule`."""
         self._forecasts.pop(request, None)
-        self._forecaster.ended(request, reason)
+        self._forecaster.ended(request)
 
     def note(self, request: Request, step_id: int) -> None:
         """See :class:`AdmissionRule`."""

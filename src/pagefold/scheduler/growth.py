@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from pagefold.kv import Block
-    from pagefold.request import FinishReason, Request
+    from pagefold.request import Request
 
 __all__ = ["AdmissionRule", "PromptOnly"]
 
@@ -33,7 +33,7 @@ class AdmissionRule(Protocol):
     name: str
     num_promised: int
 
-    def ended(self, request: Request, reason: FinishReason) -> None:
+    def ended(self, request: Request) -> None:
         """A request has ended."""
 
     def note(self, request: Request, step_id: int) -> None:
@@ -59,7 +59,7 @@ class PromptOnly:
     name = "prompt"
     num_promised = 0
 
-    def ended(self, request: Request, reason: FinishReason) -> None:
+    def ended(self, request: Request) -> None:
         """See :class:`AdmissionRule`."""
 
     def note(self, request: Request, step_id: int) -> None:
