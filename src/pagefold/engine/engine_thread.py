@@ -20,7 +20,7 @@ from pagefold.engine.status import EngineStatus
 from pagefold.engine.together import Together
 from pagefold.engine.token_rates import NO_RATES
 from pagefold.engine.token_stream import Taken, TokenStream
-from pagefold.errors import EngineStoppedError, RateLimitError
+from pagefold.errors import EngineStoppedError, QueueFullError, RateLimitError
 from pagefold.request import ANYBODY
 
 if TYPE_CHECKING:
@@ -186,12 +186,17 @@ class EngineThread:
 
         with self._gate:
             self.ensure_ready()
-            self._queue.enter(num_samples)
+            try:
+                self._queue.enter(num_samples)
+            except QueueFullError:
+                self._commands.put(lambda: self._engine.tell_refused(request_id, "queue_full"))
+                raise
             try:
                 if stream.payer is not None:
                     with_whom.charge.enter(self._rates, stream.payer)
             except RateLimitError:
                 self._queue.turn_away(num_samples)
+                self._commands.put(lambda: self._engine.tell_refused(request_id, "token_rate"))
                 raise
             self._commands.put(add)
         return stream
