@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_fair_shares import FairHouse
 
@@ -53,13 +53,12 @@ def test_several_make_way_at_once_for_a_place_beside_growth(admission):
 
 
 LENGTHS = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 20)), min_size=1, max_size=8)
-LONGEST = 40 + 20
-"""A burst's longest request: whoever runs gets a token in each step, and so ends within so many."""
 
 
 @pytest.mark.parametrize("prefills", [PrefillLimits(), PrefillLimits(2, 1, 8)], ids=["no limits", "limits"])
 @pytest.mark.parametrize("admission", sorted(ADMISSION_RULES))
 @settings(max_examples=10, deadline=None)
+@example(lengths=[(8, 20)], num_prompt=1, num_new=1)
 @given(lengths=LENGTHS, num_prompt=st.integers(1, 60), num_new=st.integers(1, 20))
 def test_a_quiet_tenant_waits_for_no_more_than_one_of_a_burst(prefills, admission, lengths, num_prompt, num_new):
     """Others come without end, of any lengths. It is first as soon as it comes, and somebody ends, or makes way.
@@ -68,11 +67,11 @@ def test_a_quiet_tenant_waits_for_no_more_than_one_of_a_burst(prefills, admissio
     each; and as many as its own prompt takes beside the others, who leave it what is left of a step.
     """
     house = FairHouse(48, seqs=4, budget=24, prefills=prefills, admission=admission)
-    num_sent = 0
+    num_sent, longest = 0, max(map(sum, lengths))
     for round_ in range(4):
         for _ in range(3 + round_):
             house.step()
-            while len(house.scheduler.waiting) < 4:
+            while len(house.scheduler.waiting) < 12:
                 house.send("a", *lengths[num_sent % len(lengths)])
                 num_sent += 1
         quiet = house.send("b", num_prompt, num_new)
@@ -80,8 +79,8 @@ def test_a_quiet_tenant_waits_for_no_more_than_one_of_a_burst(prefills, admissio
         while not quiet.num_output_tokens:
             house.step()
             num_steps += 1
-            assert num_steps <= LONGEST + num_prompt, house.names(house.scheduler.running)
-            while len(house.scheduler.waiting) < 4:
+            assert num_steps <= longest + num_prompt, house.names(house.scheduler.running)
+            while len(house.scheduler.waiting) < 12:
                 house.send("a", *lengths[num_sent % len(lengths)])
                 num_sent += 1
         while quiet.status is not RequestStatus.FINISHED:
