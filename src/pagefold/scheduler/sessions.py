@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from pagefold.kv import KVCore, SequenceCache
     from pagefold.kv.block import Node
     from pagefold.kv.pause_forecast import PauseForecast
-    from pagefold.request import FinishReason, Request, SessionRef
+    from pagefold.request import Request, SessionRef
 
 __all__ = ["MAX_SESSIONS_PER_TENANT", "SessionCounts", "Sessions"]
 
@@ -200,8 +200,8 @@ class Sessions:
         if tail is not None and found.path is not None:
             self._expectations.put(found.path, tail)
 
-    def finished(self, request: Request, reason: FinishReason) -> None:
-        """Note that a sample ends. To be told before it lets go of its blocks."""
+    def finished(self, request: Request) -> None:
+        """Note that a sample ends. To be told before it lets go of its blocks, and when its reason is known."""
         found = self._open.pop(request, None)
         if found is None:
             if request.cache is not None and self._expectations.has_claims:
@@ -223,8 +223,7 @@ class Sessions:
         if tail is not None:
             self._expectations.put(path, tail)
         now_s = self._core.now_s
-        has_answer = reason in ("stop", "length") or request.is_cut_by_grammar
-        returns_in_s = request.returns_in_s if has_answer else None
+        returns_in_s = request.returns_in_s if request.has_answer else None
         if session.open:
             self._expectations.expect(path, self._forecast(session, returns_in_s), now_s)
         else:
