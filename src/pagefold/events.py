@@ -333,23 +333,24 @@ class RequestAdded:
     quota: tuple[int, int | None] | None = None
 
 
-RefusalReason: TypeAlias = Literal["ttft_target"]
-"""Why a request was refused though it could be served: it would wait longer than the target of the first token."""
+RefusalReason: TypeAlias = Literal["ttft_target", "token_rate", "queue_full"]
+"""Why a request was refused though it could be served: it would wait longer than the target of the first token, its
+tenant has used up its token rate, or as many are here as may wait."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestRefused:
-    """A request was not queued, so that those that are here are served in time. Those that come with it are none more.
+    """A request was not queued, though it could have been served. Those that come with it are none more.
 
     Attributes:
-        expected_s: what was expected of it, in seconds.
-        threshold_s: what that must not pass.
+        expected_s: what was expected of it, in seconds; None where nothing was.
+        threshold_s: what that must not pass; likewise.
     """
 
     request_id: str
     reason: RefusalReason
-    expected_s: float
-    threshold_s: float
+    expected_s: float | None = None
+    threshold_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,7 +61,7 @@ class LLM:
         if unknown:
             msg = f"LLM() has no setting {', '.join(unknown)}."
             raise ConfigError(msg, remedy=f"It has {', '.join(known)}, disable_log_stats.")
-        if isinstance(settings.get("kv_keep"), float):  # one share, as the command line takes it
+        if type(settings.get("kv_keep")) in (int, float):  # one share, as the command line takes it
             settings["kv_keep"] = (settings["kv_keep"],)
         self.config = EngineConfig(model=str(model), **settings)
         self._metrics = None if disable_log_stats else _metrics(self.config.model)

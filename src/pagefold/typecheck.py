@@ -65,7 +65,7 @@ def _named(annotation: Any) -> str:  # noqa: ANN401
     if origin is Literal:
         return " or ".join(map(repr, args))
     if origin is tuple:
-        return f"a sequence of {_named(args[0])}"
+        return f"a tuple, as a sequence of which each is {_named(args[0])}"
     if origin is Mapping:
         return f"a mapping of {_named(args[0])} to {_named(args[1])}"
     named = {NoneType: "None", int: "an int", float: "a number", str: "a text", bool: "True or False"}

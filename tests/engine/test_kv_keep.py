@@ -50,6 +50,14 @@ def test_a_share_out_of_range_is_refused(share):
         EngineConfig(model="m", kv_keep=(0.5, share))
 
 
+def test_one_share_of_any_number_is_a_share_and_a_text_is_none():
+    with pytest.raises(ConfigError, match="keeps all, as without it"):
+        LLM("m", kv_keep=1)
+    with pytest.raises(ConfigError) as caught:
+        LLM("m", kv_keep="0.5")
+    assert caught.value.remedy == "It must be a tuple, as a sequence of which each is a number."
+
+
 @pytest.mark.parametrize(("shares", "why"), [((1,), "keeps all"), ((0.5, 1, 0.5), "a share twice"), (0.5, "sequence")])
 def test_shares_that_say_nothing_are_refused(shares, why):
     with pytest.raises(ConfigError, match=why):

@@ -29,10 +29,12 @@ from pagefold.events import (
     RequestStreamed,
     StepAbandoned,
     StepApplied,
+    StepPlanned,
     TierRead,
     TierWritten,
 )
 from pagefold.kv import CODECS, KEEP_ALL, TOKEN_BYTES, KeepRule, KVGeometry, audit
+from pagefold.request import Caller
 from pagefold.runner.models import ModelSpec, inspect_model
 from pagefold.sampling import SamplingParams
 from pagefold.store import FrameFormat
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
 
     from equivalence.references import References
     from pagefold.config import AttentionBackend, Dtype
+    from pagefold.config.engine_config import Admission, SchedulingPolicyName
     from pagefold.engine.engine import Engine
     from pagefold.engine.outputs import OutputDelta
     from pagefold.events import Emit, Event
@@ -53,6 +56,7 @@ __all__ = [
     "Counts",
     "EngineFactory",
     "Key",
+    "Load",
     "Setting",
     "Trial",
     "Workload",
@@ -63,6 +67,25 @@ __all__ = [
 
 _SMALLEST_GAP = 1e-9
 """Between the best two logits of a reference. In float64 rounding stays below 1e-12 here."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """Who is let in when, and what a step computes of prompts: names of ``EngineConfig``, of what changes no token.
+
+    Attributes:
+        admission, scheduling_policy, max_num_partial_prefills, max_long_partial_prefills, long_prefill_token_threshold,
+            target_itl_ms: as there.
+        num_tenants: prompts are of so many tenants, who share no blocks: the first ones of the first tenant, and so on.
+    """
+
+    admission: Admission = "prompt"  # so that requests are preempted
+    scheduling_policy: SchedulingPolicyName = "fcfs"
+    max_num_partial_prefills: int | None = None
+    max_long_partial_prefills: int | None = None
+    long_prefill_token_threshold: int = 0
+    target_itl_ms: float | None = None
+    num_tenants: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +114,7 @@ class Setting:
         failure_rate: share of steps that fail.
         ignore_eos: whether to go on after an end-of-sequence token.
         max_prompt_tokens: longer prompts are left out.
+        load: who is let in when.
         seed: of everything random.
         at_least: what must have happened, or the setting has tested nothing.
     """
@@ -121,6 +145,7 @@ class Setting:
     failure_rate: float = 0.0
     ignore_eos: bool = True
     max_prompt_tokens: int | None = None
+    load: Load = Load()
     seed: int = 0
     at_least: Counts | None = None
 
@@ -138,6 +163,10 @@ class Counts:
         num_steps: steps that ran.
         num_failed_steps: steps that did not.
         num_preemptions: of requests.
+        num_made_way: those for other tenants' shares.
+        num_growth_waits, num_prefill_waits: steps in which somebody waited for what others will take yet, or for a
+            place among prompts.
+        num_capped_steps: steps that a target held to fewer prompt tokens.
         num_streamed: admissions of requests that stream.
         num_recomputed_tokens: computed again after a preemption.
         num_hit_tokens: prefix hits of requests that had not been preempted.
@@ -150,6 +179,10 @@ class Counts:
     num_steps: int = 0
     num_failed_steps: int = 0
     num_preemptions: int = 0
+    num_made_way: int = 0
+    num_growth_waits: int = 0
+    num_prefill_waits: int = 0
+    num_capped_steps: int = 0
     num_streamed: int = 0
     num_recomputed_tokens: int = 0
     num_hit_tokens: int = 0
@@ -162,7 +195,7 @@ class Counts:
     num_fetched_blocks: int = 0
     num_missed_blocks: int = 0
 
-    def emit(self, event: Event) -> None:
+    def emit(self, event: Event) -> None:  # noqa: C901 - a branch for each kind of event
         """Subscribe an engine to this."""
         if isinstance(event, StepApplied):
             self.num_steps += 1
@@ -171,6 +204,11 @@ class Counts:
             self.num_failed_steps += 1
         elif isinstance(event, RequestPreempted):
             self.num_preemptions += 1
+            self.num_made_way += event.cause == "share"
+        elif isinstance(event, StepPlanned):
+            self.num_growth_waits += event.waits_for == "growth"
+            self.num_prefill_waits += event.waits_for == "prefills"
+            self.num_capped_steps += event.prefill_cap_tokens is not None
         elif isinstance(event, RequestStreamed):
             self.num_streamed += 1
         elif isinstance(event, HostTransfer):
@@ -253,7 +291,7 @@ def build(setting: Setting, folder: Path, budget: Budget, emit: Emit) -> Engine:
         eviction_policy=setting.eviction_policy,
         attention_backend=setting.attention_backend,
         kv_write_policy=setting.slow_policy or "write_back",
-        admission="prompt",  # so that requests are preempted
+        **{name: value for name, value in vars(setting.load).items() if name != "num_tenants"},
     )
     if setting.slow_policy is None:
         return build_engine(plan_engine(config), emit=emit)
@@ -417,7 +455,9 @@ class Trial:
     def _send(self, key: Key) -> None:
         self._keys[str(key)] = key
         self.outputs[key] = []
-        self.engine.add(str(key), self.workload.prompts[key.index], self.sampling(key))
+        tenant = key.index * self.setting.load.num_tenants // len(self.workload.prompts)
+        caller = Caller(tenant=f"t{tenant}" if tenant else "")
+        self.engine.add(str(key), self.workload.prompts[key.index], self.sampling(key), caller)
         if key.is_twin:
             self._twins[key] = self._random.choice((0, 0, self._random.randrange(self.workload.num_outputs)))
 

@@ -602,6 +602,21 @@ def unsaved_and_not_held(world: World) -> None:
     world.host.blocks.unsaved[b"?"] = HeldBlock(BlockName(b"?", b"", b"", b""), -1)
 
 
+def unsaved_and_superseded(world: World) -> None:
+    world.held.is_superseded = True
+    world.host.blocks.unsaved[world.held.name.digest] = world.held
+
+
+def held_and_not_found_behind_its_path(world: World) -> None:
+    world.host.blocks._behind[world.held.name.parent] = {}
+
+
+def superseded_and_last_to_make_room(world: World) -> None:
+    for name in (b"old", b"new"):
+        held = world.host.blocks._idle[name] = HeldBlock(BlockName(name, b"", b"", b""), -1)
+    held.is_superseded = True
+
+
 def candidate_missing(world: World) -> None:
     world.core.policy.on_busy(world.cached)
 
@@ -875,6 +890,9 @@ CORRUPTIONS: list[tuple[Callable[[World], None], str]] = [
     (kept_for_nobody, "kept for nobody"),
     (unsaved_and_not_held, "to be written, and not held"),
     (held_without_a_place, "blocks are held that have no place"),
+    (unsaved_and_superseded, "to be written, and superseded"),
+    (held_and_not_found_behind_its_path, "not found behind the path before it"),
+    (superseded_and_last_to_make_room, "1 superseded host blocks, others make room before"),
 ]
 
 

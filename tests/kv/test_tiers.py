@@ -6,6 +6,9 @@ from array import array
 from random import Random
 from typing import TYPE_CHECKING
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from pagefold.events import HostTransfer
 from pagefold.kv import Arbiter, HostTier, KVCore, LinkModel, LoadOp, Namespace, StoreOp, audit
 from pagefold.kv.block import BlockId
@@ -290,3 +293,93 @@ def test_what_is_ready_ends_with_the_first_that_no_slower_tier_was_given() -> No
     assert tier.blocks.num_ready(2) == 2
     tier.blocks.unsaved[names[0].digest] = tier.blocks.get(names[0].digest)
     assert tier.blocks.num_ready(9) == 1, "that one goes first"
+
+
+OWNER, OTHER = object(), object()
+
+
+def arena_of(paths: Sequence[tuple[int, ...]], owners: Sequence[object], *, num_blocks: int = 64) -> HostTier:
+    """An arena that holds all nodes of some paths of blocks of one token; each is claimed by who has used it."""
+    tier = HostTier(num_blocks, notes_unsaved=True)
+    root = root_digest(NS)
+    for path, owner in zip(paths, owners, strict=True):
+        for name in reversed(names_behind(root, root, pack(path), 4)):
+            tier.keep(name, BlockId(0), claim=owner)
+        tier.done(tier.take())
+    return tier
+
+
+@given(
+    paths=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=5).map(tuple), min_size=1, max_size=7),
+    owners=st.lists(st.sampled_from([OWNER, OTHER]), min_size=7, max_size=7),
+    dropped=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=4).map(tuple), max_size=2),
+    begins=st.lists(st.integers(0, 2), max_size=2).map(tuple),
+    rest=st.lists(st.integers(0, 2), max_size=4).map(tuple),
+)
+def test_what_one_session_alone_has_used_behind_a_path_makes_room_first(paths, owners, dropped, begins, rest):
+    """A slow twin asks of every node whether all nodes from where the prompt parts down to it are the owner's."""
+    tier = arena_of(paths, owners[: len(paths)])
+    root = root_digest(NS)
+
+    def digest(path: tuple[int, ...]) -> bytes:
+        return names_behind(root, root, pack(path), 4)[-1].digest if path else root
+
+    users: dict[tuple[int, ...], set[object]] = {}
+    for path, owner in zip(paths, owners, strict=False):
+        for end in range(1, len(path) + 1):
+            users.setdefault(path[:end], set()).add(owner)
+    for path in dropped:
+        held = tier.blocks.get(digest(path))
+        if held is not None:
+            tier.blocks.forget(held)
+            del users[path]
+    gone = set()
+    for path in users:
+        if path[: len(begins)] != begins or len(path) == len(begins):
+            continue
+        shared = len(begins)
+        while shared < len(path) and path[len(begins) : shared + 1] == rest[: shared + 1 - len(begins)]:
+            shared += 1
+        between = [path[:end] for end in range(len(begins) + 1, shared + 1)]
+        below = [path[:end] for end in range(shared + 1, len(path) + 1)]
+        if below and all(each in users for each in between) and all(users.get(each) == {OWNER} for each in below):
+            gone.add(digest(path))
+    num_gone = tier.supersede_behind(digest(begins), pack(rest), OWNER)
+    assert {held.name.digest for held in tier.blocks.found() if held.is_superseded} == gone
+    assert num_gone == len(gone)
+    assert not gone & tier.blocks.unsaved.keys(), "no slower tier is given it"
+    in_order = [held.name.digest for held in tier.blocks.idle()]
+    assert set(in_order[: len(gone)]) == gone
+    deep = [held.name for held in tier.blocks.idle()][: len(gone)]
+    places = {name.path: place for place, name in enumerate(deep)}
+    assert all(places[name.path] < places[name.parent] for name in deep if name.parent in places), "tails go first"
+    assert tier.supersede_behind(digest(begins), pack(rest), OWNER) == 0
+
+
+def test_what_is_superseded_makes_room_before_what_is_older_until_it_is_used_again() -> None:
+    tier = arena_of([(1, 2), (5, 6)], [OTHER, OWNER], num_blocks=4)
+    root = root_digest(NS)
+    assert tier.supersede_behind(root, b"", OWNER) == 2
+    (held,) = tier.match(root, pack((5,)), 4)
+    tier.blocks.unpin(tier.blocks.pin([held]))  # somebody has gone on from it
+    new = names_behind(root, root, pack((7, 8)), 4)
+    assert tier.keep(new[0], BlockId(0))
+    assert held_keys(tier) == {(1,), (2,), (5,), (7,)}, "(6,) was of no use"
+    assert tier.keep(new[1], BlockId(0))
+    assert (2,) not in held_keys(tier), "of the others the oldest"
+
+
+def test_what_is_superseded_while_it_is_moved_makes_room_first_when_that_is_over() -> None:
+    tier = arena_of([(1,), (5,)], [OTHER, OWNER], num_blocks=2)
+    root = root_digest(NS)
+    (held,) = tier.match(root, pack((5,)), 4)
+    for pin, unpin in (
+        (lambda: tier.blocks.pin([held]), lambda: tier.blocks.unpin([held])),
+        (lambda: tier.blocks.pin_to_write(held), lambda: tier.blocks.unpin_written(held)),
+    ):
+        pin()
+        tier.blocks.supersede(held)
+        unpin()
+        assert next(tier.blocks.idle()) is held
+        tier.blocks.touch(held)
+        assert not held.is_superseded

@@ -42,11 +42,12 @@ class FairHouse(House):
         seqs: int = 4,
         budget: int = 64,
         prefills: PrefillLimits = NO_PREFILL_LIMITS,
+        admission: str = "prompt",
         **parts,
     ):
         super().__init__(num_blocks, seqs=seqs, budget=budget, **parts)
         policy, limits = SCHEDULING_POLICIES["fair"](1.0), SchedulerLimits(seqs, budget, prefills)
-        self.scheduler = Scheduler(self.core, limits, policy=policy, emit=self.events.append)
+        self.scheduler = Scheduler(self.core, limits, policy=policy, admission=admission, emit=self.events.append)
         self.num_sent: Counter[str] = Counter()
 
     @property

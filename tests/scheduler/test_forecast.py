@@ -26,7 +26,8 @@ def asked(max_tokens: int, prompt: tuple[int, ...] = (1, 2, 3), *, tenant: str =
 def ended(forecasts: OutputForecasts, request: Request, num_tokens: int, reason: str = "stop") -> None:
     """End a request with so many tokens."""
     request.token_ids.extend([0] * (num_tokens - request.num_output_tokens))
-    forecasts.ended(request, reason)
+    request.finish_reason = reason
+    forecasts.ended(request)
 
 
 def taught(lengths: list[int], max_tokens: int = 1000, *, prompt: tuple[int, ...] = (1, 2, 3), tenant: str = ""):

@@ -50,7 +50,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
-from slow_growth import all_at_their_ends, has_room
+from slow_growth import KeptEnds, has_room
 from until_seen import IN_FULL, until_seen
 
 from pagefold.events import (
@@ -250,6 +250,8 @@ class Machine:
             guardrails=self.guardrails,
             emit=self._on_event,
         )
+        if setup.admission != "prompt":
+            self.kept_ends = KeptEnds(self.scheduler)
         self.landed_s = 0.0
         self.runner = ShadowRunner(self.scheduler)
         self.whole = self.runner.whole_group
@@ -878,9 +880,17 @@ class Machine:
             assert any(one.tenant == request.tenant for one in self.scheduler.running), "a tenant's last one went"
             self.num_made_way[event.request_id] += 1
             assert self.num_made_way[event.request_id] <= MOST_WAYS_MADE
+            is_let_in = head in self.scheduler.running
+            self._saw("made way, and no tokens are left", not is_let_in)
+            assert is_let_in or self._waits_for() == "tokens", "somebody made way in vain"
         self._saw("made way", bool(made_way))
         self._saw("several made way", len(made_way) > 1)
         return [event.request_id for event in made_way]
+
+    def _waits_for(self) -> str | None:
+        """Return why nobody more was let in."""
+        (planned,) = [event for event in self.events if isinstance(event, StepPlanned)]
+        return planned.waits_for
 
     def _note_lost(self, request: Request) -> None:
         """Where blocks are sealed, a step that failed may have cost somebody the block that was not yet."""
@@ -920,7 +930,7 @@ class Machine:
             self._saw("waits for the cap")
             return
         if planned.waits_for == "growth":
-            could_run = [has_room(scheduler, request, plan.step_id) for request in candidates]
+            could_run = [has_room(self.kept_ends, request, plan.step_id) for request in candidates]
             assert not all(could_run) or not self._is_exact(), "there is room beside all growth"
             return
         assert not all(self._could_run(request) for request in candidates), f"{candidates} could run"
@@ -987,9 +997,9 @@ class Machine:
         if rule.name == "prompt":
             return
         assert rule._running.keys() == set(self.scheduler.running)
-        assert sum(lot.num_seqs for lot in rule._lots.values()) == len(self.scheduler.running)
+        assert {number: (lot.num_seqs, lot.num_blocks) for number, lot in rule._lots.items()} == self.kept_ends.by_lot()
         if self._is_exact():
-            assert rule.num_promised == all_at_their_ends(self.scheduler)
+            assert rule.num_promised == self.kept_ends.all_at_their_ends()
         for request, forecast in rule._forecasts.items():
             assert request.request_id in self.requests
             assert request.num_prompt_tokens + forecast.most_tokens <= request.stop.max_total_tokens

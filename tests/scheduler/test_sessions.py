@@ -7,15 +7,19 @@ from collections.abc import Callable
 from random import Random
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pagefold.events import BlockEvicted, Event, PathSuperseded, SessionClosed
-from pagefold.kv import KVCore, audit, make_policy
+from pagefold.kv import HostTier, KVCore, audit, make_policy
 from pagefold.kv.block import NOBODY, Node
 from pagefold.kv.expectations import ExpectedPath
-from pagefold.kv.pause_forecast import PauseForecast, range_of, said
+from pagefold.kv.host_tier import NO_HOST
+from pagefold.kv.pause_forecast import NUM_RANGES, PauseForecast, range_of, said
 from pagefold.request import Request, SessionRef, StopRule, session_ref
 from pagefold.sampling import SamplingParams
 from pagefold.scheduler import Scheduler, SchedulerLimits
+from pagefold.scheduler.compactions import Compactions
 from pagefold.scheduler.pauses import Pauses, forecast_of
 from pagefold.sim import NullRunner
 
@@ -27,9 +31,17 @@ Look = Callable[[ExpectedPath, float], None]
 class Server:
     """A scheduler with a runner that computes nothing, and a clock that is set."""
 
-    def __init__(self, num_blocks: int = 40, *, policy: str = "lru", max_sessions: int = 100) -> None:
+    def __init__(
+        self, num_blocks: int = 40, *, policy: str = "lru", max_sessions: int = 100, host_blocks: int = 0
+    ) -> None:
         self.events: list[Event] = []
-        self.core = KVCore(num_blocks, block_size=SIZE, policy=make_policy(policy), emit=self.events.append)
+        self.core = KVCore(
+            num_blocks,
+            block_size=SIZE,
+            policy=make_policy(policy),
+            host=HostTier(host_blocks) if host_blocks else NO_HOST,
+            emit=self.events.append,
+        )
         self.scheduler = Scheduler(
             self.core, SchedulerLimits(8, 64), max_sessions_per_tenant=max_sessions, emit=self.events.append
         )
@@ -178,6 +190,65 @@ def test_an_agent_of_two_namespaces_has_a_history_in_each():
     assert server.core.blocks.expectations.num_superseded == 0
 
 
+# What has left the device.
+
+
+def copies(server: Server) -> dict[tuple[int, ...], bool]:
+    """What the host holds, by its tokens, and whether it makes room first."""
+    found = server.core.host.blocks.found()
+    return {tuple(memoryview(held.name.key).cast("i")): held.is_superseded for held in found}
+
+
+def blocks_of(tokens: list[int]) -> list[tuple[int, ...]]:
+    return [tuple(tokens[at : at + SIZE]) for at in range(0, len(tokens) - SIZE + 1, SIZE)]
+
+
+def test_copies_of_what_is_edited_away_make_room_first_on_the_host():
+    server = Server(60, host_blocks=60)
+    head, old = tokens_of(1, 12), tokens_of(2, 20)
+    server.serve(head, "b")  # others have used it
+    request = server.serve(head + old, "a", returns_in_s=50.0)
+    server.serve(tokens_of(7, 8), "c")
+    server.evict(60)
+    server.step()
+    server.serve([*head, 1], "b")
+    server.serve([*request.token_ids, 8, 9], "a", returns_in_s=50.0)  # its copies came back
+    assert not any(copies(server).values())
+    server.evict(3)
+    server.serve([*head, *tokens_of(3, 5)], "a")
+    told = copies(server)
+    assert [told[block] for block in blocks_of(old)] == [True] * 5
+    assert not any(told.get(block) for block in [*blocks_of(head), *blocks_of(tokens_of(7, 8))])
+
+
+def test_copies_of_a_session_that_has_ended_make_room_first_on_the_host():
+    server = Server(60, host_blocks=60)
+    head, own = tokens_of(1, 12), tokens_of(2, 20)
+    server.serve(head, "b")
+    server.serve(head + own, "a", returns_in_s=50.0)
+    server.evict(4)  # of a, which is expected last
+    server.add(tokens_of(9, 4))
+    server.run()
+    assert not any(copies(server).values())
+    server.end("a")
+    told = copies(server)
+    assert told
+    assert all(told.values())
+
+
+def test_copies_stay_as_they_are_while_a_sub_agent_may_have_use_for_them():
+    server = Server(60, host_blocks=60)
+    head, old = tokens_of(1, 12), tokens_of(2, 20)
+    server.serve(head + old, "a", returns_in_s=5.0)
+    server.serve([*head, *old[:16], 1, 2, 3, 4, 5], "child", parent="a", returns_in_s=50.0)
+    server.evict(3)
+    server.add(tokens_of(9, 4))
+    server.run()
+    server.serve([*head, 9], "a")
+    assert copies(server)
+    assert not any(copies(server).values())
+
+
 # Samples, and several requests at once.
 
 
@@ -268,6 +339,17 @@ def test_a_session_that_ends_while_a_request_runs_lets_it_go_on():
     assert server.scheduler.sessions.counts == (0, 0)
     server.serve(prompt, "a")  # a new session of the same name
     assert server.scheduler.sessions.counts == (0, 1)
+
+
+def test_a_request_of_several_samples_that_goes_on_is_one():
+    server = Server(80)
+    first = server.add(tokens_of(1, 10), "a", num_output=20, num_samples=4)
+    sample = first.forks[0]
+    server.add(tokens_of(2, 10), "a", num_output=20)
+    server.step()
+    server.scheduler.finish(sample.request_id, "abort")
+    assert server.end("a")[2] == 2
+    server.run()
 
 
 def test_sub_agents_share_the_fate_of_their_parent():
@@ -405,7 +487,125 @@ def test_pauses_that_are_alike_are_learned():
         own.see(1.5)
     learned = forecast_of(own, others).expected_s(0.0)
     assert learned is not None
-    assert learned < 3.5, "it uses another tool now"
+    assert learned < 8.0, "it uses another tool now"
+
+
+@given(
+    weights=st.dictionaries(st.integers(0, NUM_RANGES - 1), st.floats(0.01, 5.0), min_size=1, max_size=6),
+    age_s=st.floats(0.0, 20_000.0),
+)
+def test_a_pause_is_expected_to_last_as_long_as_those_last_on_average_that_can_still_come(weights, age_s):
+    """A slow twin: draws every range as often as it weighs."""
+    got = PauseForecast(weights).expected_s(age_s)
+    left = {at: weight for at, weight in weights.items() if age_s < end_of(at)}
+    if not left:
+        assert got is None
+        return
+    mean = sum(weight * max(middle_of(at) - age_s, (end_of(at) - age_s) / 2) for at, weight in left.items())
+    assert got == pytest.approx(mean / sum(left.values()))
+
+
+def end_of(at: int) -> float:
+    """Where a range of pauses ends: four an octave, from a quarter of a second on."""
+    return 0.25 * 2 ** (at / 4)
+
+
+def middle_of(at: int) -> float:
+    return (end_of(at) + (end_of(at - 1) if at else 0.0)) / 2
+
+
+# Compactions.
+
+
+def test_how_often_histories_are_compacted_is_learned_by_their_turns():
+    known = Compactions()
+    assert known.risk(10) == 0.0
+    known.see(10, is_cut=True)
+    assert known.risk(10) == 0.5, "one proves little"
+    for _ in range(20):
+        known.see(10, is_cut=True)
+        known.see(9, is_cut=False)
+    assert known.risk(10) > 0.9
+    assert known.risk(9) == 0.0
+    for _ in range(400):
+        known.see(10, is_cut=False)
+    assert known.risk(10) < 0.1, "clients do otherwise now"
+
+
+def agent(server: Server, name: str, num_turns: int, *, every: int) -> list[int]:
+    """Serve an agent that compacts every few turns; return its last prompt."""
+    head = tokens_of(ord(name), 16)
+    said_so_far = list(head)
+    for turn in range(num_turns):
+        request = server.serve(said_so_far, name, returns_in_s=5.0)
+        server.now += 5.0
+        if turn == num_turns - 1:
+            break
+        if (turn + 1) % every == 0:
+            said_so_far = [*head, *tokens_of(turn, 4)]
+        else:
+            said_so_far = [*request.token_ids, *tokens_of(turn, 7)]
+    return said_so_far
+
+
+def test_a_history_that_is_compacted_next_goes_before_one_that_is_gone_on_from():
+    server = Server(400)
+    for name in "abcdef":
+        agent(server, name, 7, every=3)
+        assert server.end(name)
+    doomed = agent(server, "x", 3, every=3)  # three turns: it compacts now
+    server.now -= 5.0
+    other = server.serve(tokens_of(77, 40), "y", returns_in_s=9.0)  # later than x, and goes on
+    server.evict(server.core.blocks.expectations.num_superseded)
+    assert server.core.blocks.expectations.num_superseded == 0
+    num_said = len(doomed) // SIZE - 16 // SIZE
+    assert set(server.evict(num_said)) == {"session"}
+    assert len(server.nodes(doomed)) == 16 // SIZE, "what it begins with is left, and goes on"
+    assert len(server.nodes(list(other.token_ids))) == 40 // SIZE
+    server.evict(1)
+    assert len(server.nodes(doomed)) == 16 // SIZE, "it is expected before the other"
+
+
+@settings(max_examples=30)
+@given(
+    paths=st.lists(
+        st.tuples(st.integers(1, 6), st.integers(0, 6), st.sampled_from([0.0, 0.5, 0.9]), st.integers(1, 50)),
+        min_size=1,
+        max_size=6,
+    )
+)
+def test_the_end_that_goes_first_is_the_one_that_is_expected_last(paths):
+    """A slow twin ranks every end by its own due times, which hang on how deep it is."""
+    core = KVCore(100, block_size=SIZE, policy=make_policy("lru"))
+    scheduler = Scheduler(core, SchedulerLimits(8, 64))
+    expected = {}
+    for number, (num_blocks, num_sure, risk, pause_s) in enumerate(paths):
+        tokens = tokens_of(number, SIZE * num_blocks + 1)
+        request = Request(f"r{number}", tokens, SAMPLING, stop=StopRule(frozenset(), len(tokens) + 1))
+        scheduler.add(request)
+        while scheduler.has_work:
+            scheduler.apply(NullRunner().run(scheduler.schedule(0.0)))
+        nodes = core.match(request.namespace, array("i", tokens).tobytes(), len(tokens)).nodes
+        path = ExpectedPath(number)
+        core.blocks.expectations.put(path, nodes[-1])
+        core.blocks.expectations.expect(path, said(float(pause_s)), 0.0, num_sure=num_sure, risk=risk)
+        expected[number] = (len(nodes), num_sure, risk, pause_s)
+    left = {number: how[0] for number, how in expected.items()}
+
+    def due_s(number: int) -> float:
+        _, num_sure, risk, pause_s = expected[number]
+        return pause_s if left[number] - 1 < num_sure else pause_s / (1.0 - risk)
+
+    while any(left.values()):
+        latest = max(due_s(number) for number in left if left[number])
+        victim = core.blocks.expectations.victim(0.0)
+        assert victim is not None
+        ends = {node: found[0] for node, found in core.blocks.expectations.ends()}
+        number = ends[victim.node].owner
+        assert due_s(number) == pytest.approx(latest)
+        core.blocks.reclaim(1)
+        audit(core)
+        left[number] -= 1
 
 
 def test_a_clock_that_jumps_back_is_no_pause():

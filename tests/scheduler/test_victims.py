@@ -13,7 +13,8 @@ from pagefold.events import Event, RequestPreempted, StepPlanned
 from pagefold.kv import NO_HOST, HostTier, KVCore, audit
 from pagefold.request import Request, StopRule
 from pagefold.sampling import SamplingParams
-from pagefold.scheduler import SCHEDULING_POLICIES, Scheduler, SchedulerLimits
+from pagefold.scheduler import SCHEDULING_POLICIES, PrefillLimits, Scheduler, SchedulerLimits
+from pagefold.scheduler.prefill_limits import NO_PREFILL_LIMITS
 from pagefold.scheduler.victims import MOST_PREEMPTIONS
 from pagefold.sim import NullRunner
 
@@ -25,12 +26,20 @@ class House:
     """A scheduler in a tiny pool, and what it emitted."""
 
     def __init__(
-        self, num_blocks: int, *, seqs: int = 8, budget: int = 64, policy: str = "fcfs", host: HostTier = NO_HOST
+        self,
+        num_blocks: int,
+        *,
+        seqs: int = 8,
+        budget: int = 64,
+        policy: str = "fcfs",
+        host: HostTier = NO_HOST,
+        prefills: PrefillLimits = NO_PREFILL_LIMITS,
     ) -> None:
         self.events: list[Event] = []
         core = KVCore(num_blocks, block_size=BLOCK_SIZE, host=host, emit=self.events.append)
         order = SCHEDULING_POLICIES[policy](10.0)
-        self.scheduler = Scheduler(core, SchedulerLimits(seqs, budget), policy=order, emit=self.events.append)
+        limits = SchedulerLimits(seqs, budget, prefills)
+        self.scheduler = Scheduler(core, limits, policy=order, emit=self.events.append)
         self.num_added = 0
 
     def add(self, num_prompt: int, num_new: int, *, head: int = 0, priority: int = 0) -> Request:
@@ -44,6 +53,7 @@ class House:
             seed=self.num_added,
             arrival_s=float(self.num_added),
             priority=priority,
+            tenant="abc"[self.num_added % 3],  # which counts where tenants have shares
         )
         self.num_added += 1
         self.scheduler.add(request)
@@ -198,6 +208,27 @@ def test_nobody_is_preempted_more_often_than_that(
     requests = squeeze(house, lengths, gaps, num_blocks * BLOCK_SIZE - 1)
     assert max(request.num_preemptions for request in requests) <= MOST_PREEMPTIONS + 1
     assert requests[0].num_preemptions == 0
+    assert all(request.finish_reason == "length" for request in requests)
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "lpm", "fair"])
+@pytest.mark.parametrize("prefills", [NO_PREFILL_LIMITS, PrefillLimits(2, 1, 6)], ids=["no limits", "limits"])
+@settings(max_examples=12, deadline=None)
+@given(
+    num_blocks=st.integers(8, 30),
+    seqs=st.integers(2, 8),
+    budget=st.sampled_from((8, 16, 64)),
+    lengths=LENGTHS,
+    gaps=st.lists(st.integers(0, 12), min_size=14, max_size=14),
+)
+def test_others_preempt_a_request_so_often_at_most_in_any_order(  # noqa: PLR0917 - what is drawn
+    policy: str, prefills: PrefillLimits, num_blocks: int, seqs: int, budget: int, lengths: list, gaps: list[int]
+) -> None:
+    """Those that overtake, by their prefix or for a place among prompts, are in the way of nobody for good."""
+    house = House(num_blocks, seqs=seqs, budget=max(seqs, budget), policy=policy, prefills=prefills)
+    requests = squeeze(house, lengths, gaps, num_blocks * BLOCK_SIZE - 1)
+    times = Counter(each.request_id for each in house.preempted() if each.cause_request_id != each.request_id)
+    assert max(times.values(), default=0) <= MOST_PREEMPTIONS + 1
     assert all(request.finish_reason == "length" for request in requests)
 
 

@@ -6,13 +6,14 @@ import asyncio
 import json
 import random
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 import pytest
 from local_server import LocalServer, error_of, post_head, until
 
 from pagefold.config import Account
 from pagefold.errors import InvalidRequestError
+from pagefold.events import RefusalReason
 from pagefold.request import Caller
 from pagefold.sampling import SamplingParams
 from pagefold.sim.replay_recording import replay_recording
@@ -98,6 +99,8 @@ def test_who_has_used_up_his_tokens_is_told_when_to_come_again(server):
     assert 300 < int(response.headers["Retry-After"]) <= 401
     assert ask(5).status_code == 200, "that much is left"
     assert ask(30, "quiet").status_code == 200, "others are not held back"
+    counts = {reason: server.metric("pagefold:requests_refused_total", reason) for reason in get_args(RefusalReason)}
+    assert counts == {"token_rate": 1, "ttft_target": 0, "queue_full": 0}
 
 
 def level(server: LocalServer, tenant: str = "slow") -> float:

@@ -66,6 +66,7 @@ class Clients:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_one_too_many_is_told_when_to_come_again(full, stream):
+    before = full.metric("pagefold:requests_refused_total", "queue_full")
     full.runner.close_gate()
     clients = Clients(full)
     for index in range(3):
@@ -79,6 +80,7 @@ def test_one_too_many_is_told_when_to_come_again(full, stream):
     full.runner.allow()
     assert [response.status_code for _, response in clients.wait()] == [200] * 3
     assert full.complete("there is room again", max_tokens=3)["choices"]
+    assert full.metric("pagefold:requests_refused_total", "queue_full") > before
 
 
 def test_prompts_of_one_request_come_in_together_or_not_at_all(full):
@@ -86,7 +88,7 @@ def test_prompts_of_one_request_come_in_together_or_not_at_all(full):
     clients = Clients(full)
     clients.send("first")
     error_of(full.http.post("/v1/completions", json={**LONG, "prompt": [[1], [2], [3]]}), 429)
-    until(lambda: full.client._commands.qsize() >= 4, "two to come and to be taken back")
+    until(lambda: full.client._commands.qsize() >= 5, "two to come and to be taken back, and one to be refused")
     full.runner.allow()
     clients.wait()
     full.check_pool()

@@ -359,3 +359,12 @@ def test_a_wrong_key_file_is_refused_before_weights_are_loaded(tmp_path, text, f
     assert said in output
     assert "sk-" not in output
     assert "no-model" not in output
+
+
+def test_a_field_that_is_nearly_one_is_named_and_no_other(tmp_path):
+    for name, is_named in (("wieght", True), ("sk-alpha", False)):
+        entry = f'[[keys]]\nkey = "sk-beta"\ntenant = "acme"\n{name} = 2\n'
+        with pytest.raises(ConfigError) as caught:
+            read_key_file(written(tmp_path, entry), print)
+        assert (f'"{name}", which may be meant for weight' in str(caught.value)) is is_named
+        assert (name in str(caught.value)) is is_named

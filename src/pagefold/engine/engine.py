@@ -26,7 +26,7 @@ from pagefold.engine.quota_report import QuotaStatus, report_quotas
 from pagefold.engine.request_checks import RequestChecks
 from pagefold.engine.tenant_limits import TenantLimits
 from pagefold.errors import InvalidRequestError
-from pagefold.events import Emit, ignore
+from pagefold.events import Emit, RefusalReason, RequestRefused, ignore
 from pagefold.memory.cache_size import CacheSize
 from pagefold.request import ANYBODY, Caller, Request, StopRule, hints_within
 from pagefold.scheduler import MAX_EXPECTED_BYTES, NO_TIERING
@@ -263,6 +263,10 @@ class Engine:
     def abort(self, request_id: str) -> bool:
         """End a request whose caller has gone, with all its samples. False when it has ended already."""
         return self._outputs.abort(request_id, self._clock())
+
+    def tell_refused(self, request_id: str, reason: RefusalReason) -> None:
+        """Tell that a request was refused before it was added."""
+        self._emit(RequestRefused(request_id, reason))
 
     def reset_prefix_cache(self) -> int:
         """Forget every cached prefix, between steps; running requests go on. Return how many blocks became free.

@@ -20,7 +20,7 @@ from pagefold.engine.status import EngineStatus
 from pagefold.engine.together import Together
 from pagefold.engine.token_rates import NO_RATES
 from pagefold.engine.token_stream import Taken, TokenStream
-from pagefold.errors import EngineStoppedError, RateLimitError
+from pagefold.errors import EngineStoppedError, QueueFullError, RateLimitError
 from pagefold.request import ANYBODY
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from pagefold.engine.pins import PinReport
     from pagefold.engine.quota_report import QuotaStatus
     from pagefold.engine.token_rates import AnyRates
+    from pagefold.events import RefusalReason
     from pagefold.memory.limit import Limit
     from pagefold.request import Caller, EndedSession, SessionRef
     from pagefold.sampling import SamplingParams
@@ -187,15 +188,24 @@ class EngineThread:
 
         with self._gate:
             self.ensure_ready()
-            self._queue.enter(num_samples)
             try:
-                if stream.payer is not None:
-                    with_whom.charge.enter(self._rates, stream.payer)
-            except RateLimitError:
-                self._queue.turn_away(num_samples)
+                self._enter(stream, with_whom)
+            except (QueueFullError, RateLimitError) as error:
+                reason: RefusalReason = "queue_full" if isinstance(error, QueueFullError) else "token_rate"
+                self._commands.put(lambda: self._engine.tell_refused(request_id, reason))
                 raise
             self._commands.put(add)
         return stream
+
+    def _enter(self, stream: TokenStream, with_whom: Together) -> None:
+        """Count a request in, and charge who pays; neither where it is refused. Under the gate."""
+        self._queue.enter(stream.num_samples)
+        try:
+            if stream.payer is not None:
+                with_whom.charge.enter(self._rates, stream.payer)
+        except RateLimitError:
+            self._queue.turn_away(stream.num_samples)
+            raise
 
     async def reset_prefix_cache(self) -> int:
         """See :class:`~pagefold.engine.client.EngineClient`."""

@@ -436,6 +436,12 @@ def _audit_host(host: HostTier, others: Counter[int]) -> None:
     _check(host.blocks.num_held <= len(held), "blocks are held that have no place")
     for digest, one in host.blocks.unsaved.items():
         _check(host.blocks.get(digest) is one, f"host block {one.host_id}: to be written, and not held")
+        _check(not one.is_superseded, f"host block {one.host_id}: to be written, and superseded")
+    for one in host.blocks.found():
+        is_behind = any(other is one for other in host.blocks.behind(one.name.parent))
+        _check(is_behind, f"host block {one.host_id}: not found behind the path before it")
+    ranks = [not one.is_superseded for one in host.blocks.idle()]
+    _check(ranks == sorted(ranks), f"{ranks.count(False)} superseded host blocks, others make room before")
 
 
 def _audit_host_chunks(core: KVCore) -> None:

@@ -29,6 +29,7 @@ from pagefold.kv.block import Block, BlockState, PackedChunk
 from pagefold.kv.counting_pool import CountingPool
 from pagefold.kv.expectations import Expectations
 from pagefold.kv.host_chunks import keep_chunk
+from pagefold.kv.names import digest_of
 from pagefold.kv.pool import BlockPool
 from pagefold.kv.quotas import Quotas
 from pagefold.kv.tree import PrefixTree
@@ -185,6 +186,23 @@ class BlockCache:
         assert self._rules.packing is not None, "some group packs"
         chunk_blocks = self._rules.packing.chunk_blocks(self._rules.block_size)
         return keep_chunk(self._host, node, node.packed, chunk_blocks, is_live=is_live)
+
+    def supersede_copies(self, nodes: list[Node], owner: object) -> None:
+        """Let what the host holds of superseded ``nodes``, the last first, make room first.
+
+        Only what ``owner`` alone has used.
+        """
+        if self._host.is_on:
+            for node in reversed(nodes):
+                self._host.supersede(node, owner, self._rules.num_names)
+
+    def supersede_behind(self, node: Node, packed: bytes, owner: object) -> None:
+        """Let what the host holds behind a node, or a root, make room first, but for what goes on with ``packed``.
+
+        Only what ``owner`` alone has used; see :meth:`HostTier.supersede_behind`.
+        """
+        if self._host.is_on:
+            self._host.supersede_behind(digest_of(node), packed, owner)
 
     def evict(self, node: Node, cause: EvictionCause) -> Node:
         """Take a leaf out of the tree, and those above it that have neither blocks nor other children.

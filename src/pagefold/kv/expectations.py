@@ -12,7 +12,8 @@ Between the last two it is decided by time: blocks that nobody has used for so m
 many more, which is how long the policy's victim is expected to stay unused, times how much surer sessions come back.
 
 Only the last node of an expected path is noted. When it is evicted its parent is the path's end: so what is left of a
-path is kept as firmly, and nothing is done for each block of it.
+path is kept as firmly, and nothing is done for each block of it. But what may be edited away before anybody goes on is
+worth that much less (:attr:`ExpectedPath.risk`): it is expected so much later, and what lies above it is not.
 """
 
 from __future__ import annotations
@@ -55,22 +56,42 @@ class ExpectedPath:
         owner: whose it is: only blocks that nobody else has used are ever superseded.
         tail: its last node that is still in the tree; None if nothing of it is.
         due_s: when somebody goes on from it, as far as is known; infinite while nobody is expected (any more).
+        late_s: the same of nodes from ``num_sure`` on: later, by how likely they are edited away before.
+        num_sure: how many of its first nodes will be gone on from whatever is edited.
+        risk: how likely the others are edited away before, from 0 to below 1.
         forecast: of the pause that it is in; None where its time is known, or nobody is expected.
         since_s: when that pause began.
         version: how often it was said when somebody is expected.
         is_dropped: nobody is expected for good, whatever ends there yet.
     """
 
-    __slots__ = ("due_s", "forecast", "is_dropped", "owner", "since_s", "tail", "version")
+    __slots__ = (
+        "due_s",
+        "forecast",
+        "is_dropped",
+        "late_s",
+        "num_sure",
+        "owner",
+        "risk",
+        "since_s",
+        "tail",
+        "version",
+    )
 
     def __init__(self, owner: object) -> None:
         self.owner = owner
         self.tail: Node | None = None
-        self.due_s = float("inf")
+        self.due_s = self.late_s = float("inf")
+        self.num_sure = 0
+        self.risk = 0.0
         self.forecast: PauseForecast | None = None
         self.since_s = 0.0
         self.version = 0
         self.is_dropped = False
+
+    def due_at_s(self, depth: int) -> float:
+        """Return when somebody goes on from its node at ``depth``, as far as is known."""
+        return self.due_s if depth < self.num_sure else self.late_s
 
 
 class Expectations:
@@ -115,12 +136,29 @@ class Expectations:
             return
         path.version += 1
         path.forecast = None
-        self._set_due(path, due_s)
+        self._set_due(path, due_s, due_s)
 
-    def expect(self, path: ExpectedPath, forecast: PauseForecast, now_s: float) -> None:
-        """Expect somebody to go on from ``path``, which nobody uses since ``now_s``, as ``forecast`` says."""
+    def expect(
+        self,
+        path: ExpectedPath,
+        forecast: PauseForecast,
+        now_s: float,
+        *,
+        num_sure: int = 0,
+        risk: float = 0.0,
+    ) -> None:
+        """Expect somebody to go on from ``path``, which nobody uses since ``now_s``, as ``forecast`` says.
+
+        Args:
+            path: that is expected.
+            forecast: of the pause.
+            now_s: when that begins.
+            num_sure: as of :class:`ExpectedPath`.
+            risk: as there.
+        """
         if path.is_dropped:
             return
+        path.num_sure, path.risk = num_sure, risk
         path.forecast = forecast
         path.since_s = now_s
         self._look(path, now_s)
@@ -131,7 +169,7 @@ class Expectations:
         path.forecast = None
         self.put(path, None)
         path.is_dropped = True
-        path.due_s = float("inf")
+        path.due_s = path.late_s = float("inf")
 
     def supersede(self, tail: Node, owner: object, num_kept: int, *, stops: bool = False) -> list[Node]:
         """Let the blocks of the path up to ``tail`` go first, but for the first ``num_kept``.
@@ -295,10 +333,11 @@ class Expectations:
 
     def _due(self, node: Node) -> float:
         """Return when the first comes back of those whose paths end in ``node``."""
-        return min(path.due_s for path in self._at[node])
+        depth = node.depth
+        return min(path.due_at_s(depth) for path in self._at[node])
 
-    def _set_due(self, path: ExpectedPath, due_s: float) -> None:
-        path.due_s = due_s
+    def _set_due(self, path: ExpectedPath, due_s: float, late_s: float) -> None:
+        path.due_s, path.late_s = due_s, late_s
         if path.tail is not None:
             self._sort(path.tail)
 
@@ -312,7 +351,7 @@ class Expectations:
         if expected_s is None:
             self.drop(path)
             return
-        self._set_due(path, now_s + expected_s)
+        self._set_due(path, now_s + expected_s, now_s + expected_s / (1.0 - path.risk))
         self._num_looks += 1
         again_s = path.since_s + forecast.look_again_s(age_s)
         heappush(self._looks, (again_s, self._num_looks, path.version, path))

@@ -95,10 +95,7 @@ class Forgetting:
         if self._slow.is_on and not self._rules.keeps_paths:
             self._doubted.update(digest_of(node) for node in nodes if not node.depth)
             self._doubted.add(self._first_path(namespace, packed))
-        num_names = len(self._rules)
-        if self._rules.packing is not None:  # blocks of packed chunks have names behind those of the groups
-            num_names += self._rules.packing.chunk_blocks(self._rules.block_size)
-        digests = {in_group(path, group) for path in paths for group in range(num_names)}
+        digests = {in_group(path, group) for path in paths for group in range(self._rules.num_names)}
         self._slow.fetches.distrust(digests)
         self._pins.distrust(set(nodes))
         self._emit(PathsDistrusted(tuple(nodes)))

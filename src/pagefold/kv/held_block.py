@@ -43,9 +43,11 @@ class HeldBlock:
         num_hits: how often it had been found on the device when it left.
         origin: the tier that it came from, until it is used: ``host``, ``disk`` or ``remote``.
         chunk: of a block of a packed chunk (``host_chunks.py``): which chunk that is; else None.
+        claim: that of its node when it left the device (``block.py``); None where no session had it.
+        is_superseded: nobody has a use for it any more: it makes room before all others.
     """
 
-    __slots__ = ("chunk", "host_id", "name", "num_hits", "num_pins", "origin")
+    __slots__ = ("chunk", "claim", "host_id", "is_superseded", "name", "num_hits", "num_pins", "origin")
 
     def __init__(self, name: BlockName, host_id: int, *, num_hits: int = 0, origin: str = HOST) -> None:
         self.name = name
@@ -54,6 +56,8 @@ class HeldBlock:
         self.origin = origin
         self.num_pins = 0
         self.chunk: HeldChunk | None = None
+        self.claim: object = None
+        self.is_superseded = False
 
     def count_use(self, num_tokens: dict[str, int], block_size: int) -> None:
         """Count it in ``num_tokens`` under the tier that it came from; from now on it is the host's."""

@@ -1,8 +1,8 @@
 """HostBlocks: the blocks of a host arena, what each of them holds, and which of them makes room.
 
-What was used longest ago makes room. Of one path the tail was always used before the head, as on the device, so that
-what is left of a path can be used. Where a model has several cache groups, each one's block of a path is a block of its
-own here, with a name of its own (``names.py``).
+What is superseded makes room first, then what was used longest ago. Of one path the tail was always used before the
+head, as on the device, so that what is left of a path can be used. Where a model has several cache groups, each one's
+block of a path is a block of its own here, with a name of its own (``names.py``).
 
 A host block is pinned while something reads or writes it, from when that is planned until it is over.
 """
@@ -43,8 +43,9 @@ class HostBlocks:
         self.fresh: deque[HeldBlock] = deque()
         self._notes_unsaved = notes_unsaved
         self._held: dict[bytes, HeldBlock] = {}
+        self._behind: dict[bytes, dict[bytes, None]] = {}  # path -> digests of what is found right behind it
         self._by_id: dict[int, HeldBlock] = {}
-        # Those that nothing pins, or only who writes them to a slower tier; used longest ago first.
+        # Those that nothing pins, or only who writes them to a slower tier; superseded first, then used longest ago.
         self._idle: OrderedDict[bytes, HeldBlock] = OrderedDict()
         self._free = list(reversed(range(num_blocks)))
 
@@ -97,6 +98,14 @@ class HostBlocks:
         """Yield all that are found here."""
         return iter(self._held.values())
 
+    def idle(self) -> Iterator[HeldBlock]:
+        """Yield those that make room, in order; of those that are being written none yet."""
+        return iter(self._idle.values())
+
+    def behind(self, path: bytes) -> Iterator[HeldBlock]:
+        """Yield those that are found here right behind the path of that digest, of every cache group."""
+        return (self._held[digest] for digest in self._behind.get(path, ()))
+
     def all(self) -> Iterator[HeldBlock]:
         """Yield all that have a place, those included that are found no more, or not yet."""
         return iter(self._by_id.values())
@@ -128,11 +137,12 @@ class HostBlocks:
 
     def arrived(self, held: HeldBlock) -> None:
         """Let a reserved block be found from now on, unless another one of its name is."""
-        self._held.setdefault(held.name.digest, held)
+        if self._held.setdefault(held.name.digest, held) is held:
+            self._behind.setdefault(held.name.parent, {})[held.name.digest] = None
 
     def stored(self, held: HeldBlock) -> None:
         """A block's bytes came from the device and are here: if it is found, no slower tier was given it."""
-        if self._notes_unsaved and self.is_found(held):
+        if self._notes_unsaved and self.is_found(held) and not held.is_superseded:
             self.unsaved[held.name.digest] = held
             self.fresh.append(held)
 
@@ -142,14 +152,27 @@ class HostBlocks:
         self._idle.pop(digest, None)
         if self._held.get(digest) is held:
             del self._held[digest]
+            behind = self._behind[held.name.parent]
+            del behind[digest]
+            if not behind:
+                del self._behind[held.name.parent]
             self.unsaved.pop(digest, None)
         if not held.num_pins:
             self._free_up(held)
+
+    def supersede(self, held: HeldBlock) -> None:
+        """Let a block that is found be the first to make room, and be written to no slower tier, until it is used."""
+        held.is_superseded = True
+        digest = held.name.digest
+        self.unsaved.pop(digest, None)
+        if digest in self._idle:
+            self._idle.move_to_end(digest, last=False)
 
     # Pins and use.
 
     def touch(self, held: HeldBlock) -> None:
         """Let a block be the one used last."""
+        held.is_superseded = False
         for order in (self._idle, self.unsaved):
             if held.name.digest in order:
                 order.move_to_end(held.name.digest)
@@ -161,6 +184,7 @@ class HostBlocks:
             if self._held.get(one.name.digest) is not one:
                 break
             one.num_pins += 1
+            one.is_superseded = False
             self._idle.pop(one.name.digest, None)
             pinned.append(one)
         return pinned
@@ -173,7 +197,10 @@ class HostBlocks:
                 continue
             if self._held.get(one.name.digest) is one:
                 self._idle[one.name.digest] = one
-                self.touch(one)
+                if one.is_superseded:  # meanwhile
+                    self._idle.move_to_end(one.name.digest, last=False)
+                else:
+                    self.touch(one)
             else:  # forgotten while it was pinned
                 self._free_up(one)
 
@@ -189,6 +216,8 @@ class HostBlocks:
             return
         if self._held.get(held.name.digest) is held:
             self._idle.setdefault(held.name.digest, held)
+            if held.is_superseded:
+                self._idle.move_to_end(held.name.digest, last=False)
         else:  # forgotten meanwhile
             self._free_up(held)
 

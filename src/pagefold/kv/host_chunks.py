@@ -93,5 +93,5 @@ def keep_chunk(host: HostTier, node: Node, chunk: PackedChunk, chunk_blocks: int
     note = b"" if host.notes is None else host.notes.write(number, len(names), chunk.counts)
     held_as = HeldChunk(number, len(names), chunk.counts, note)
     for name, block in zip(names, chunk.blocks, strict=True):
-        host.keep(name, block.block_id, num_hits=node.num_hits, is_live=is_live, chunk=held_as)
+        host.keep(name, block.block_id, num_hits=node.num_hits, is_live=is_live, chunk=held_as, claim=node.claim)
     return len(names)

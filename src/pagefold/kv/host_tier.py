@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pagefold.kv.block import MANY
 from pagefold.kv.host_blocks import HostBlocks
-from pagefold.kv.names import digest_of, name_of, names_behind, path_digest, root_digest
+from pagefold.kv.names import digest_of, in_group, name_of, names_behind, path_digest, root_digest
 from pagefold.kv.ops import NO_HOST_OPS, HostOps, LoadOp, StoreOp
 from pagefold.kv.tree import TOKEN_BYTES
 
@@ -106,7 +107,7 @@ class HostTier:
             found.append(held)
         return tuple(found)
 
-    def keep(
+    def keep(  # noqa: PLR0913 - a block, and what is noted of it
         self,
         name: BlockName,
         block_id: BlockId,
@@ -114,6 +115,7 @@ class HostTier:
         num_hits: int = 0,
         is_live: bool = False,
         chunk: HeldChunk | None = None,
+        claim: object = None,
     ) -> bool:
         """Keep the bytes of a block: plan to store them, unless they are held or all host blocks are in use.
 
@@ -123,6 +125,7 @@ class HostTier:
             num_hits: how often it was found on the device.
             is_live: whether the block stays what it is, so that the caller pins it until the store is over.
             chunk: that of :class:`HeldBlock`.
+            claim: which session has it for itself; None for none.
 
         Returns whether a store was planned.
         """
@@ -130,23 +133,76 @@ class HostTier:
         held = blocks.get(name.digest)
         if held is not None:
             blocks.touch(held)
+            if held.claim is not claim:
+                held.claim = MANY
             return False
         held = blocks.reserve(name, num_hits=num_hits)
         if held is None:
             blocks.num_dropped += 1
             return False
         held.chunk = chunk
+        held.claim = claim
         blocks.arrived(held)
         self._stores.append(StoreOp(block_id, held.host_id, is_live))
         return True
 
     def keep_evicted(self, node: Node, block: Block) -> None:
         """Keep the bytes of a node's block, which is being evicted."""
-        self.keep(name_of(node, block.group), block.block_id, num_hits=node.num_hits)
+        self.keep(name_of(node, block.group), block.block_id, num_hits=node.num_hits, claim=node.claim)
 
     def keep_live(self, node: Node, block: Block) -> bool:
         """Keep the bytes of a node's block, which stays what it is. Return whether a store was planned."""
-        return self.keep(name_of(node, block.group), block.block_id, num_hits=node.num_hits, is_live=True)
+        name = name_of(node, block.group)
+        return self.keep(name, block.block_id, num_hits=node.num_hits, is_live=True, claim=node.claim)
+
+    def supersede(self, node: Node, owner: object, num_groups: int) -> None:
+        """Let the copies of a superseded node make room first, where ``owner`` alone has used them.
+
+        Args:
+            node: of the device.
+            owner: whose it was.
+            num_groups: how many names a path's blocks have.
+        """
+        path = digest_of(node)
+        for group in range(num_groups):
+            held = self.blocks.get(in_group(path, group))
+            if held is not None and held.claim is owner:
+                self.blocks.supersede(held)
+
+    def supersede_behind(self, path: bytes, packed: bytes, owner: object) -> int:
+        """Let what is held behind a path make room first, as far as ``owner`` alone has used it, but for ``packed``.
+
+        What has left the device is found here alone, from parent to child, up to the first block that is not held.
+
+        Args:
+            path: digest of the path.
+            packed: tokens behind it that somebody goes on with, packed; what goes on as they do keeps its value.
+            owner: who has no use for the others.
+
+        Returns how many blocks lost their value.
+        """
+        blocks, offset, end = self.blocks, 0, path
+        gone: list[bytes] = []  # the path of each block
+
+        def take(held: HeldBlock) -> None:
+            if held.claim is owner and not held.is_superseded:
+                blocks.supersede(held)
+                gone.append(held.name.path)
+
+        while end:
+            path, end = end, b""
+            num_bytes = 0
+            for held in blocks.behind(path):
+                key = held.name.key
+                if packed[offset : offset + len(key)] == key:
+                    end, num_bytes = held.name.path, len(key)
+                else:
+                    take(held)
+            offset += num_bytes
+        for path in gone:  # it grows: what is deeper makes room before what is above it
+            for held in blocks.behind(path):
+                take(held)
+        return len(gone)
 
     def load(self, held: HeldBlock, block_id: BlockId) -> None:
         """Plan to load a pinned block; it stays pinned until the step is over."""
@@ -280,6 +336,12 @@ class _NoHost(HostTier):
 
     def keep_live(self, node: Node, block: Block) -> bool:  # noqa: ARG002
         return False
+
+    def supersede(self, node: Node, owner: object, num_groups: int) -> None:
+        pass
+
+    def supersede_behind(self, path: bytes, packed: bytes, owner: object) -> int:  # noqa: ARG002
+        return 0
 
     def take(self) -> HostOps:
         return NO_HOST_OPS

@@ -52,6 +52,11 @@ class KeepRules:
         """Return the rules of a sequence, or of a path: of one that keeps all, though others have chunks packed."""
         return self.exact if mask == NO_MASK else self
 
+    @property
+    def num_names(self) -> int:
+        """How many blocks of one path have names: one of each group, and behind those the blocks of a packed chunk."""
+        return len(self) + (0 if self.packing is None else self.packing.chunk_blocks(self.block_size))
+
     def __len__(self) -> int:
         """Return how many groups there are."""
         return len(self._rules)

@@ -329,7 +329,8 @@ class Metrics:
         self._refused = self._series.counters(
             "pagefold:requests_refused",
             "Requests that could have been served and were not taken, by why: ttft_target where the first token would "
-            "have come later than --target-ttft-ms allows.",
+            "have come later than --target-ttft-ms allows, token_rate where a tenant had used up its tokens_per_s, "
+            "queue_full where more were here than --max-queued-requests lets wait.",
             "reason",
             get_args(RefusalReason),
         )

@@ -296,9 +296,14 @@ class Request:
         return self.stop.max_total_tokens <= self.num_prompt_tokens
 
     @property
-    def is_cut_by_grammar(self) -> bool:
-        """Whether it has ended since its grammar found no way on: its output is whole, as far as it goes."""
-        return self.finish_reason == "error" and not self.error
+    def has_whole_output(self) -> bool:
+        """Whether it has ended by itself: by a token, by its text, or since its grammar found no way on."""
+        return self.finish_reason == "stop" or (self.finish_reason == "error" and not self.error)
+
+    @property
+    def has_answer(self) -> bool:
+        """Whether its client has got what was asked for: an output that is whole, or as long as it may be."""
+        return self.finish_reason == "length" or self.has_whole_output
 
     @property
     def max_hit_tokens(self) -> int:

@@ -22,14 +22,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pagefold.scheduler.forecast import LONGEST, Forecast, OutputForecasts
-from pagefold.scheduler.growth import PromptOnly
+from pagefold.scheduler.growth import NOBODY_GONE, Gone, PromptOnly
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pagefold.events import Emit
     from pagefold.kv import Block, KVCore
-    from pagefold.request import FinishReason, Request
+    from pagefold.request import Request
     from pagefold.scheduler.forecast import Forecaster
     from pagefold.scheduler.growth import AdmissionRule
     from pagefold.scheduler.needs import Needs
@@ -89,10 +89,10 @@ class ExpectedGrowth:
         self._running: dict[Request, _Expected] = {}
         self._lots: dict[int, _Lot] = {}
 
-    def ended(self, request: Request, reason: FinishReason) -> None:
+    def ended(self, request: Request) -> None:
         """See :class:`AdmissionRule`."""
         self._forecasts.pop(request, None)
-        self._forecaster.ended(request, reason)
+        self._forecaster.ended(request)
 
     def note(self, request: Request, step_id: int) -> None:
         """See :class:`AdmissionRule`."""
@@ -122,21 +122,36 @@ class ExpectedGrowth:
             self.num_promised -= expected.num_left
             self._take_out(expected)
 
-    def has_room(self, request: Request, found: list[Block], step_id: int, beside: Request | None) -> bool:
+    def has_room(
+        self,
+        request: Request,
+        found: list[Block],
+        step_id: int,
+        *,
+        beside: Request | None = None,
+        gone: Gone = NOBODY_GONE,
+    ) -> bool:
         """See :class:`AdmissionRule`."""
-        if not self._running:
+        going = [self._running[one] for one in gone.requests if one in self._running]
+        if len(self._running) == len(going):
             return True
         core = self._core
         needed = self._watermark_blocks + self._at_end(request)
         if beside is not None:
             needed += self._at_end(beside)
         num_shared = sum(1 for block in found if block.num_table_refs)
-        if needed + self.num_promised - num_shared <= core.num_available_to(request.tenant) + core.pool.num_pinned:
+        num_promised = self.num_promised - sum(expected.num_left for expected in going)
+        num_available = core.num_available_to(request.tenant) + core.pool.num_pinned
+        if needed + num_promised - num_shared <= num_available + gone.num_blocks:
             return True
         if not self._leaves:
             return False
-        num_blocks = core.pool.num_blocks - core.quotas.num_withheld_from(request.tenant)
-        return self._most_at_once(needed, request, step_id) <= num_blocks
+        for expected in going:
+            self._take_out(expected)
+        most = self._most_at_once(needed, request, step_id)
+        for expected in going:
+            self._put_in(expected, expected.lot)
+        return most <= core.pool.num_blocks - core.quotas.num_withheld_from(request.tenant)
 
     # Inside.
 

@@ -198,7 +198,7 @@ class FairShares:
         else:
             tenant.num_waiting -= 1
         tenant.finish = max(tenant.finish + difference, min(tenant.finish, self._virtual))
-        if request.finish_reason in ("stop", "length") or request.is_cut_by_grammar:
+        if request.has_answer:
             tenant.learn(request.num_output_tokens)
         self._num_made_way.pop(request, None)
         self.num_changes += 1

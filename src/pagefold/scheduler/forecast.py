@@ -30,7 +30,7 @@ from pagefold.events import Emit, OutputForecastChecked, ignore
 from pagefold.scheduler.lengths import LEAST_LENGTHS, Lengths
 
 if TYPE_CHECKING:
-    from pagefold.request import FinishReason, Request
+    from pagefold.request import Request
 
 __all__ = ["LONGEST", "Forecast", "Forecaster", "LongestOutputs", "OutputForecasts"]
 
@@ -82,7 +82,7 @@ class Forecaster(Protocol):
     def renewed(self, request: Request) -> int:
         """Return how many output tokens ``request`` will have that has got beyond its forecast."""
 
-    def ended(self, request: Request, reason: FinishReason) -> None:
+    def ended(self, request: Request) -> None:
         """Learn from ``request``, which has ended."""
 
 
@@ -98,7 +98,7 @@ class LongestOutputs:
         """See :class:`Forecaster`."""
         return _most_tokens(request)
 
-    def ended(self, request: Request, reason: FinishReason) -> None:
+    def ended(self, request: Request) -> None:
         """See :class:`Forecaster`."""
 
 
@@ -160,15 +160,15 @@ class OutputForecasts:
         (likely,) = lengths.quantiles((LIKELY_SHARE,), num_tokens)
         return _within(likely, min(most, num_tokens + 1), most)
 
-    def ended(self, request: Request, reason: FinishReason) -> None:
+    def ended(self, request: Request) -> None:
         """See :class:`Forecaster`."""
         stated = self._stated.pop(request, None)
-        is_whole = reason == "stop" or (reason == "error" and not request.error)  # its grammar found no way on
-        if request.has_no_output or (reason == "error" and not is_whole):
+        is_whole = request.has_whole_output
+        if request.has_no_output or (request.finish_reason == "error" and not is_whole):
             return
         tenant = self._tenant(request.tenant)
         num_tokens = request.num_output_tokens
-        if stated is not None and (is_whole or reason == "length"):
+        if stated is not None and request.has_answer:
             is_within = stated[0] <= num_tokens <= stated[1]
             tenant.miss += _STEP * (1.0 - _COVERAGE - (not is_within))
             tenant.miss = min(max(tenant.miss, _LEAST_MISS), _MOST_MISS)

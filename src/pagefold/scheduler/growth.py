@@ -13,13 +13,30 @@ Whatever the rule, who would run alone is let in: so nobody waits for ever.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
-    from pagefold.kv import Block
-    from pagefold.request import FinishReason, Request
+    from collections.abc import Sequence
 
-__all__ = ["AdmissionRule", "PromptOnly"]
+    from pagefold.kv import Block
+    from pagefold.request import Request
+
+__all__ = ["NOBODY_GONE", "AdmissionRule", "Gone", "PromptOnly"]
+
+
+class Gone(NamedTuple):
+    """Those that run, and would be gone.
+
+    Attributes:
+        requests: with each beam and sample of theirs.
+        num_blocks: that nobody else has.
+    """
+
+    requests: Sequence[Request]
+    num_blocks: int
+
+
+NOBODY_GONE = Gone((), 0)
 
 
 class AdmissionRule(Protocol):
@@ -33,7 +50,7 @@ class AdmissionRule(Protocol):
     name: str
     num_promised: int
 
-    def ended(self, request: Request, reason: FinishReason) -> None:
+    def ended(self, request: Request) -> None:
         """A request has ended."""
 
     def note(self, request: Request, step_id: int) -> None:
@@ -42,7 +59,15 @@ class AdmissionRule(Protocol):
     def forget(self, request: Request) -> None:
         """A request has given back its blocks, or is about to."""
 
-    def has_room(self, request: Request, found: list[Block], step_id: int, beside: Request | None) -> bool:
+    def has_room(
+        self,
+        request: Request,
+        found: list[Block],
+        step_id: int,
+        *,
+        beside: Request | None = None,
+        gone: Gone = NOBODY_GONE,
+    ) -> bool:
         """Whether a request that waits may be let in beside the growth of those that run.
 
         Args:
@@ -50,6 +75,7 @@ class AdmissionRule(Protocol):
             found: blocks that it begins with.
             step_id: number of the step that would let it in.
             beside: somebody who waits, too, and whose memory nobody else is to take; None for nobody.
+            gone: of those that run, who would not run any more then.
         """
 
 
@@ -59,7 +85,7 @@ class PromptOnly:
     name = "prompt"
     num_promised = 0
 
-    def ended(self, request: Request, reason: FinishReason) -> None:
+    def ended(self, request: Request) -> None:
         """See :class:`AdmissionRule`."""
 
     def note(self, request: Request, step_id: int) -> None:
@@ -68,6 +94,14 @@ class PromptOnly:
     def forget(self, request: Request) -> None:
         """See :class:`AdmissionRule`."""
 
-    def has_room(self, request: Request, found: list[Block], step_id: int, beside: Request | None) -> bool:  # noqa: ARG002
+    def has_room(
+        self,
+        request: Request,  # noqa: ARG002
+        found: list[Block],  # noqa: ARG002
+        step_id: int,  # noqa: ARG002
+        *,
+        beside: Request | None = None,  # noqa: ARG002
+        gone: Gone = NOBODY_GONE,  # noqa: ARG002
+    ) -> bool:
         """See :class:`AdmissionRule`."""
         return True

@@ -82,12 +82,14 @@ class Leaving:
 
     def finish(self, request: Request, reason: FinishReason) -> None:
         """Let a request end, and those that were to fork from it."""
-        if request.hint_pins:  # before its session is told, which may be over
-            self._pin_hints(request, reason)
         for sample in (request, *request.forks):
-            self._sessions.finished(sample, reason)
+            sample.finish_reason = reason
+        if request.hint_pins:  # before its session is told, which may be over
+            self._pin_hints(request)
+        for sample in (request, *request.forks):
+            self._sessions.finished(sample)
         if request.cache is not None:
-            if request.warm_up is not None and request.warm_up.pin and reason in ("stop", "length"):
+            if request.warm_up is not None and request.warm_up.pin and request.has_answer:
                 self._pin(request, request.warm_up, request.cache)
             self._core.moves.write_through(request.cache)
             if request.returns_in_s is not None:
@@ -97,10 +99,9 @@ class Leaving:
         self._leave(request)
         self.num_finished += request.num_seqs
         for sample in (request, *request.forks):
-            sample.finish_reason = reason
             sample.to(RequestStatus.FINISHED)
             self._policy.ended(sample)
-            self._rule.ended(sample, reason)
+            self._rule.ended(sample)
             self._emit(
                 RequestFinished(
                     sample.request_id, reason, sample.num_prompt_tokens, sample.num_output_tokens, sample.sample_index
@@ -173,9 +174,10 @@ class Leaving:
             priority=warm_up.retention_priority,
         )
 
-    def _pin_hints(self, request: Request, reason: FinishReason) -> None:
+    def _pin_hints(self, request: Request) -> None:
         """Pin the beginnings of a prompt that its client has named, as far as they were computed and there is room."""
-        cache = None if reason == "error" else request.cache
+        has_failed = request.finish_reason == "error" and not request.has_whole_output
+        cache = None if has_failed else request.cache
         by = HintedBy(request.tenant, self._sessions.owner_of(request))
         for hint in request.hint_pins:
             num_blocks = hint.num_tokens // self._core.block_size

@@ -8,7 +8,7 @@ has most beside its weight, as long as that one has no less than the head's tena
   head's; it comes back when its turn has come and there is room.
 - What a tenant has, by its weight, becomes more equal each time. So nobody takes back what he gave, unless others came
   or left; and each request makes way twice at most, and is then spared.
-- Nobody goes in vain: all that the head lacks must be found.
+- Nobody goes in vain: all that the head lacks must be found, room for the growth of those that stay included.
 - Who has no more blocks than its floor (``kv/quotas.py``) makes no way for memory, and nobody does for a request that
   waits for room below its own tenant's cap: the first behind it is the head then.
 
@@ -21,10 +21,12 @@ from __future__ import annotations
 from operator import attrgetter
 from typing import TYPE_CHECKING, Protocol
 
+from pagefold.scheduler.growth import Gone
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pagefold.kv import KVCore
+    from pagefold.kv import KVCore, PrefixHit
     from pagefold.request import Request
     from pagefold.scheduler.fair_shares import FairShares, TenantShare
     from pagefold.scheduler.limits import SchedulerLimits
@@ -103,7 +105,7 @@ class MakingWay:
         """See :class:`AnyMakingWay`."""
         self._step_id = step.plan.step_id
         victims = self._victims()
-        head = self._head() if victims else None
+        head = self._first() if victims else None
         if head is not None:
             for victim in victims:
                 self._shares.made_way(victim, head)
@@ -113,15 +115,14 @@ class MakingWay:
 
     def reserve(self, step: StepInFlight) -> None:
         """See :class:`AnyMakingWay`."""
-        head, running = self._head(), self._queues.running
-        if head is None or not running or head.order > running[-1].order:
+        first, running = self._first(), self._queues.running
+        if first is None or not running or first.order > running[-1].order:
             return
-        if head.num_seqs > self._max_num_seqs - self._shares.num_seats or self._lacks_memory(head):
+        head = _Head(first, self._core)
+        if self._num_seats_lacking(head) > 0 or self._lacks_memory(head) or not self._has_place(head):
             return
-        if not self._has_place(head):
-            return
-        step.num_reserved = head.num_tokens - self._num_found(head)
-        step.reserved_for = head.order
+        step.num_reserved = head.num_to_compute
+        step.reserved_for = head.request.order
 
     def is_due(self) -> bool:
         """See :class:`AnyMakingWay`."""
@@ -129,20 +130,20 @@ class MakingWay:
 
     def _victims(self) -> list[Request]:
         """Return who makes way for the head of the queue; nobody where all that it lacks cannot be found so."""
-        head, now = self._head(), self._shares.num_changes
-        if head is None or not self._queues.running:
+        first = self._first()
+        if first is None or not self._queues.running:
             return []
-        if self._no_way == (head, now) or not self._has_place(head):
+        head, now = _Head(first, self._core), self._shares.num_changes
+        if self._no_way == (head.request, now) or not self._has_place(head):
             return []
-        num_seats = head.num_seqs - (self._max_num_seqs - self._shares.num_seats)
-        if num_seats <= 0 and not self._lacks_memory(head):  # it waits for something else, which may change
-            return []
-        victims = self._find(head, num_seats)
+        if self._num_seats_lacking(head) <= 0 and not self._lacks_memory(head):
+            return []  # it waits for something else, which may change
+        victims = self._find(head)
         if not victims:
-            self._no_way = head, now
+            self._no_way = head.request, now
         return victims
 
-    def _head(self) -> Request | None:
+    def _first(self) -> Request | None:
         """Return the first of the queue that does not wait for room below its tenant's cap; None where all do."""
         waiting = self._queues.waiting
         if not self._core.quotas.is_on or not waiting or not self._relief.is_at_cap(waiting[0]):
@@ -155,28 +156,30 @@ class MakingWay:
                 capped.add(other.tenant)
         return None
 
-    def _has_place(self, head: Request) -> bool:
+    def _has_place(self, head: _Head) -> bool:
         """Whether the head of the queue may begin beside the prompts that are partly computed now."""
         if not self._prefills.is_on:
             return True
         partial = [one for one in self._queues.with_blocks if one.num_computed_tokens + 1 < one.num_tokens]
-        num_to_compute = head.num_tokens - self._num_found(head)
-        return self._prefills.lets_begin(num_to_compute, self._max_num_batched_tokens, partial)
+        return self._prefills.lets_begin(head.num_to_compute, self._max_num_batched_tokens, partial)
 
-    def _find(self, head: Request, num_seats: int) -> list[Request]:
-        """Return who gives so many seats, and the blocks that are missing."""
+    def _num_seats_lacking(self, head: _Head) -> int:
+        """Return how many seats fewer are free than the head of the queue needs; 0 or less where it lacks none."""
+        return head.request.num_seqs - (self._max_num_seqs - self._shares.num_seats)
+
+    def _find(self, head: _Head) -> list[Request]:
+        """Return who gives the seats and the memory that are missing, until nothing is."""
         victims: list[Request] = []
-        if num_seats > 0 and not self._take(head, victims, num_seats, _SEATS, _num_seats):
-            return []
-        num_blocks = self._relief.num_missing(head, self._step_id) - sum(self._num_freed(victim) for victim in victims)
-        if num_blocks > 0 and not self._take(head, victims, num_blocks, _MEMORY, self._num_freed):
-            return []
-        return victims
+        num_seats = self._num_seats_lacking(head)
+        has_seats = self._take(
+            head.request, victims, _SEATS, lambda: sum(len(_seats(victim)) for victim in victims) >= num_seats
+        )
+        if has_seats and self._take(head.request, victims, _MEMORY, lambda: self._has_room_without(victims, head)):
+            return victims
+        return []
 
-    def _take(
-        self, head: Request, victims: list[Request], missing: int, kind: _Kind, num_freed: Callable[[Request], int]
-    ) -> bool:
-        """Add to ``victims`` until they free what is missing; False if they cannot."""
+    def _take(self, head: Request, victims: list[Request], kind: _Kind, is_enough: Callable[[], bool]) -> bool:
+        """Add to ``victims`` until they are enough; False if nobody more may go."""
         shares = self._shares
         own = shares.tenants[head.tenant]
         asks = sum(kind.of(shares, sample) for sample in (head, *head.forks))
@@ -188,20 +191,19 @@ class MakingWay:
         for gone in victims:
             if gone.tenant in left:
                 left[gone.tenant] -= self._gives(gone, kind)
-        while missing > 0:
-            most = max(left, key=lambda name: left[name] / shares.tenants[name].weight, default=None)
-            if most is None or left[most] / shares.tenants[most].weight <= will_have:
+        while not is_enough():
+            victim: Request | None = None
+            while victim is None:
+                most = max(left, key=lambda name: left[name] / shares.tenants[name].weight, default=None)
+                if most is None or left[most] / shares.tenants[most].weight <= will_have:
+                    return False
+                victim = self._last_of(most, victims)
+                if victim is None:
+                    del left[most]
+            left[victim.tenant] -= self._gives(victim, kind)
+            if left[victim.tenant] / shares.tenants[victim.tenant].weight < will_have:
                 return False
-            victim = self._last_of(most, victims)
-            if victim is None:
-                del left[most]
-                continue
-            gives = self._gives(victim, kind)
-            if (left[most] - gives) / shares.tenants[most].weight < will_have:
-                return False
-            left[most] -= gives
             victims.append(victim)
-            missing -= num_freed(victim)
         return True
 
     def _last_of(self, tenant: str, victims: list[Request]) -> Request | None:
@@ -220,24 +222,51 @@ class MakingWay:
     def _gives(self, victim: Request, kind: _Kind) -> float:
         return sum(kind.of(self._shares, seat) for seat in _seats(victim))
 
+    def _has_room_without(self, victims: list[Request], head: _Head) -> bool:
+        """Whether there is memory for the head of the queue if ``victims`` go: growth of those that stay included."""
+        seats = [seat for victim in victims for seat in _seats(victim)]
+        gone = Gone(seats, sum(self._num_freed(victim) for victim in victims))
+        return self._relief.has_room_without(gone, head.request, head.hit, self._step_id)
+
     def _num_freed(self, victim: Request) -> int:
         """Return how many blocks nobody else has, of those that ``victim`` has."""
         seats = _seats(victim)
         caches = [seat.cache for seat in seats if seat.cache is not None]
         return self._core.losses.of(caches, [seat.num_computed_tokens for seat in seats]).num_blocks
 
-    def _lacks_memory(self, head: Request) -> bool:
+    def _lacks_memory(self, head: _Head) -> bool:
         """Whether there is no memory for the head of the queue, as far as that is known at little cost."""
         now = self._shares.num_changes
-        if self._no_room != (head, now):
-            if self._relief.num_missing(head, self._step_id) <= 0:
+        if self._no_room != (head.request, now):
+            if self._has_room_without([], head):
                 return False
-            self._no_room = head, now
+            self._no_room = head.request, now
         return True
 
-    def _num_found(self, head: Request) -> int:
-        hit = self._core.match(head.namespace, head.packed(), head.max_hit_tokens, mask=head.mask)
-        return hit.num_blocks * self._core.block_size + hit.num_partial_tokens
+
+class _Head:
+    """The head of the queue, in one look: what of it is cached is looked up when somebody asks, and once."""
+
+    __slots__ = ("_core", "_hit", "request")
+
+    def __init__(self, request: Request, core: KVCore) -> None:
+        self.request = request
+        self._core = core
+        self._hit: PrefixHit | None = None
+
+    @property
+    def hit(self) -> PrefixHit:
+        """What of it is cached."""
+        if self._hit is None:
+            request = self.request
+            self._hit = self._core.match(request.namespace, request.packed(), request.max_hit_tokens, mask=request.mask)
+        return self._hit
+
+    @property
+    def num_to_compute(self) -> int:
+        """How many of its tokens are not."""
+        hit = self.hit
+        return self.request.num_tokens - hit.num_blocks * self._core.block_size - hit.num_partial_tokens
 
 
 class _Kind(Protocol):
@@ -279,10 +308,6 @@ class _Memory:
 
 
 _SEATS, _MEMORY = _Seats(), _Memory()
-
-
-def _num_seats(request: Request) -> int:
-    return len(_seats(request))
 
 
 def _seats(request: Request) -> list[Request]:

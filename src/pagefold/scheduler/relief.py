@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from pagefold.events import WaitCause
     from pagefold.kv import Block, KVCore, PrefixHit
     from pagefold.request import Request
-    from pagefold.scheduler.growth import AdmissionRule
+    from pagefold.scheduler.growth import AdmissionRule, Gone
     from pagefold.scheduler.leaving import Leaving
     from pagefold.scheduler.needs import Needs
     from pagefold.scheduler.queues import Queues
@@ -117,7 +117,7 @@ class Relief:
         needed = self._needed_at_once(request, hit, beside, num_steps)
         if not self._core.pool.num_pinned and self._num_missing(request, needed, found) > 0:
             return "memory"  # mostly so where many run: it does not fit, however little these will take yet
-        return None if self._rule.has_room(request, found, step.plan.step_id, beside) else "growth"
+        return None if self._rule.has_room(request, found, step.plan.step_id, beside=beside) else "growth"
 
     def room_for_all(
         self, request: Request, hit: PrefixHit, now: float, beside: Request | None = None
@@ -173,24 +173,26 @@ class Relief:
             return False
         return self._core.blocks.make_free(needed, asked_by=request.request_id)
 
-    def num_missing(self, request: Request, step_id: int) -> int:
-        """Return about how many blocks ``request``, which waits, lacks to be let in; 0 or less where it lacks none.
+    def has_room_without(self, gone: Gone, request: Request, hit: PrefixHit, step_id: int) -> bool:
+        """Whether ``request``, which waits, could be let in with ``hit`` if some of those that run were gone.
 
-        Pins count as given up. It changes nothing; :meth:`room_for_all` knows it to the block. Of the growth of those
-        that run it is known only whether it leaves room: where it does not, a block is missing, whose does not matter.
+        Pins count as given up. It changes nothing; :meth:`room_for_all` knows it to the block.
         """
         num_steps = self._reservation.num_steps(request)
         if num_steps is None:
-            return self._core.pool.num_blocks
-        hit = self._core.match(request.namespace, request.packed(), request.max_hit_tokens, mask=request.mask)
+            return False
         blocks = self._core.rules.of(hit.mask).blocks_of(hit)
         running = self._queues.with_blocks
+        if gone.requests:
+            going = set(gone.requests)
+            running = [one for one in running if one not in going]
         needed = self._needed_at_once(request, hit, None, num_steps)
         growing = [one for one in running if num_steps or one.cache is None or one.num_tokens > one.cache.capacity]
         needed += sum(self._needs.growth(one, num_steps) for one in growing if one.cache is not None)
         needed += sum(len(one.forks) for one in running) * self._core.num_groups
-        missing = self._num_missing_without_pins(request, needed, blocks)
-        return missing if missing > 0 or self._rule.has_room(request, blocks, step_id, None) else 1
+        if self._num_missing_without_pins(request, needed, blocks) > gone.num_blocks:
+            return False
+        return self._rule.has_room(request, blocks, step_id, gone=gone)
 
     def preempt(self, victim: Request, beneficiary: Request, cause: PreemptionCause) -> None:
         """Take a running request's blocks; what is published stays cached and spares work if it is still there.

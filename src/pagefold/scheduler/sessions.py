@@ -29,6 +29,7 @@ from pagefold.kv.expectations import ExpectedPath
 from pagefold.kv.pause_forecast import said
 from pagefold.kv.tree import TOKEN_BYTES
 from pagefold.request import EndedSession
+from pagefold.scheduler.compactions import Compactions
 from pagefold.scheduler.pauses import Pauses, forecast_of
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from pagefold.kv import KVCore, SequenceCache
     from pagefold.kv.block import Node
     from pagefold.kv.pause_forecast import PauseForecast
-    from pagefold.request import FinishReason, Request, SessionRef
+    from pagefold.request import Request, SessionRef
 
 __all__ = ["MAX_SESSIONS_PER_TENANT", "SessionCounts", "Sessions"]
 
@@ -72,9 +73,13 @@ class _Session:
         owner: who it and its relatives are: claims of blocks are by that.
         parent, children: whose sub-agent it is, and its own.
         paths: from which it may go on; of another namespace too.
-        num_open: requests of it that have not ended.
+        open: requests of it that have not ended, by their first samples, with how many of their samples have not.
         paused_s: when the last of them ended; None while any is there, or none has come.
         pauses: those that it made.
+        num_turns: prompts of its history since that was begun, or compacted.
+        num_prompt_tokens: of the last of them.
+        num_sure: blocks that its history begins with whatever is compacted: those of its first prompt, or what was left
+            of it last time.
         is_over: it has ended, or is forgotten.
         is_ended: it has ended.
     """
@@ -83,7 +88,10 @@ class _Session:
         "children",
         "is_ended",
         "is_over",
-        "num_open",
+        "num_prompt_tokens",
+        "num_sure",
+        "num_turns",
+        "open",
         "owner",
         "parent",
         "paths",
@@ -98,28 +106,36 @@ class _Session:
         self.owner: object = object() if parent is None else parent.owner
         self.children: dict[_Session, None] = {}
         self.paths: list[ExpectedPath] = []
-        self.num_open = 0
+        self.open: dict[Request, int] = {}
         self.paused_s: float | None = None
         self.pauses = Pauses(_OWN_FADE)
+        self.num_turns = self.num_prompt_tokens = self.num_sure = 0
         self.is_over = self.is_ended = False
         if parent is not None:
             parent.children[self] = None
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether it has no parent and no sub-agents, as far as they are there yet."""
+        return self.parent is None and not self.children
+
 
 class _Tenant:
-    """The sessions of one tenant, the longest idle first, and their pauses."""
+    """The sessions of one tenant, the longest idle first, their pauses, and how they compact."""
 
-    __slots__ = ("pauses", "sessions")
+    __slots__ = ("compactions", "pauses", "sessions")
 
     def __init__(self) -> None:
         self.sessions: OrderedDict[bytes, _Session] = OrderedDict()
         self.pauses = Pauses(_TENANT_FADE)
+        self.compactions = Compactions()
 
 
 class _Open(NamedTuple):
-    """A sample that has not ended: its session, and the path that it goes on from, of the first sample."""
+    """A sample that has not ended: its session, the first of its samples, and of that the path that it goes on from."""
 
     session: _Session
+    first: Request
     path: ExpectedPath | None
 
 
@@ -154,20 +170,21 @@ class Sessions:
         now_s = request.arrival_s
         session = self._find(ref)
         path = ExpectedPath(session.owner)
-        if session.num_open:
+        if session.open:
             self._expectations.put(path, self._deepest(session, request))
         else:
             if session.paused_s is not None:
                 self._learn(session, now_s - session.paused_s)
                 session.paused_s = None
+            self._take_turn(session, request)
             self._go_on(session, request, path)
             self._num_running += 1
         self._expectations.expect_at(path, now_s)
         self._add_path(session, path)
-        self._open[request] = _Open(session, path)
+        self._open[request] = _Open(session, request, path)
         for fork in request.forks:
-            self._open[fork] = _Open(session, None)
-        session.num_open += request.num_seqs
+            self._open[fork] = _Open(session, request, None)
+        session.open[request] = request.num_seqs
 
     def owner_of(self, request: Request) -> object | None:
         """Return for whom the blocks of ``request`` are used; None if it has no session."""
@@ -183,30 +200,31 @@ class Sessions:
         if tail is not None and found.path is not None:
             self._expectations.put(found.path, tail)
 
-    def finished(self, request: Request, reason: FinishReason) -> None:
-        """Note that a sample ends. To be told before it lets go of its blocks."""
+    def finished(self, request: Request) -> None:
+        """Note that a sample ends. To be told before it lets go of its blocks, and when its reason is known."""
         found = self._open.pop(request, None)
         if found is None:
             if request.cache is not None and self._expectations.has_claims:
                 self._take(request.cache, None)
             return
-        session, path = found
-        session.num_open -= 1
+        session, first, path = found
+        session.open[first] -= 1
+        if not session.open[first]:
+            del session.open[first]
         tail = None if request.cache is None else self._take(request.cache, session.owner)
         if session.is_over:
             if session.is_ended and tail is not None:
                 self._supersede(session, tail, 0, "ended")
             return
-        self._num_running -= not session.num_open
+        self._num_running -= not session.open
         if path is None:
             path = ExpectedPath(session.owner)
             self._add_path(session, path)
         if tail is not None:
             self._expectations.put(path, tail)
         now_s = self._core.now_s
-        has_answer = reason in ("stop", "length") or request.is_cut_by_grammar
-        returns_in_s = request.returns_in_s if has_answer else None
-        if session.num_open:
+        returns_in_s = request.returns_in_s if request.has_answer else None
+        if session.open:
             self._expectations.expect(path, self._forecast(session, returns_in_s), now_s)
         else:
             self._pause(session, now_s, returns_in_s)
@@ -226,7 +244,7 @@ class Sessions:
             self._remove(session)
             session.is_ended = True
         num_blocks = sum(self._supersede(session, tail, 0, "ended") for session, tail in reversed(tails))
-        num_running = sum(session.num_open for session in family)
+        num_running = sum(len(session.open) for session in family)
         ended = EndedSession(len(family), num_blocks, num_running)
         self._emit(SessionClosed(ref.tenant, ref.session, *ended))
         return ended
@@ -255,7 +273,7 @@ class Sessions:
         """Return who is forgotten next: of the first few the first without a request, or the very first."""
         first: _Session | None = None
         for _, session in zip(range(_LOOKED_AT), tenant.sessions.values(), strict=False):
-            if not session.num_open:
+            if not session.open:
                 return session
             first = first or session
         assert first is not None, "somebody has to go where nobody is"
@@ -265,7 +283,7 @@ class Sessions:
         """Do not find a session any more. Its paths are like all others."""
         del self._tenants[session.ref.tenant].sessions[session.ref.session]
         self._num_sessions -= 1
-        self._num_running -= session.num_open > 0
+        self._num_running -= bool(session.open)
         session.is_over = True
         for path in session.paths:
             self._expectations.drop(path)
@@ -281,8 +299,9 @@ class Sessions:
         session.paused_s = now_s
         session.paths = [each for each in session.paths if each.tail is not None]
         forecast = self._forecast(session, said_s)
+        risk = self._tenants[session.ref.tenant].compactions.risk(session.num_turns)
         for each in session.paths:
-            self._expectations.expect(each, forecast, now_s)
+            self._expectations.expect(each, forecast, now_s, num_sure=session.num_sure, risk=risk)
 
     def _forecast(self, session: _Session, said_s: float | None) -> PauseForecast:
         """Return how long a pause of ``session`` will be: as its client says, or as it was away before."""
@@ -294,6 +313,18 @@ class Sessions:
         pause_s = max(0.0, pause_s)
         session.pauses.see(pause_s)
         self._tenants[session.ref.tenant].pauses.see(pause_s)
+
+    def _take_turn(self, session: _Session, request: Request) -> None:
+        """Note that a session goes on with ``request``, and whether its client has compacted the history before."""
+        num_tokens = request.num_prompt_tokens
+        if session.num_turns:
+            is_cut = num_tokens < session.num_prompt_tokens
+            self._tenants[session.ref.tenant].compactions.see(session.num_turns, is_cut=is_cut)
+            session.num_turns = 1 if is_cut else session.num_turns + 1
+        else:
+            session.num_turns = 1
+            session.num_sure = num_tokens // self._core.block_size
+        session.num_prompt_tokens = num_tokens
 
     def _add_path(self, session: _Session, path: ExpectedPath) -> None:
         session.paths.append(path)
@@ -321,9 +352,12 @@ class Sessions:
         session.paths = [each for each in session.paths if each not in gone]
         for each in before:
             self._expectations.drop(each)
+        if session.num_turns == 1 and any(num_kept <= tail.depth for tail, num_kept in partings):
+            session.num_sure = 0 if best is None else best.depth + 1
         for tail, num_kept in partings:
             if num_kept <= tail.depth:
                 self._supersede(session, tail, num_kept, "edited")
+            self._supersede_behind(session, tail, num_kept, packed)
 
     def _deepest(self, session: _Session, request: Request) -> Node | None:
         """Return the last node that ``request`` has in common with any path of ``session``; None for none."""
@@ -349,12 +383,35 @@ class Sessions:
     def _supersede(self, session: _Session, tail: Node, num_kept: int, cause: SupersedeCause) -> int:
         """Let the blocks of a path go first, but for the first ones. Return how many."""
         nodes = self._expectations.supersede(tail, session.owner, num_kept, stops=cause == "ended")
+        if cause == "ended":
+            self._supersede_behind(session, tail, tail.depth + 1)
         if not nodes:
             return 0
+        if session.is_alone:
+            self._core.blocks.supersede_copies(nodes, session.owner)
         self._core.pins.remove_at(nodes, session.owner)
         num_blocks = sum(block is not None for node in nodes for block in node.all_blocks)
         self._emit(PathSuperseded(num_blocks, cause, tuple(nodes)))
         return num_blocks
+
+    def _supersede_behind(self, session: _Session, tail: Node, num_kept: int, packed: bytes = b"") -> None:
+        """Let go first on the host what has left the device of a path, but for what ``packed`` goes on with.
+
+        Args:
+            session: whose path it is. While it has relatives nothing is done: theirs may lie there too.
+            tail: the last node on the device.
+            num_kept: how many of its first nodes ``packed`` begins with.
+            packed: a prompt of the session; empty for none.
+        """
+        if not session.is_alone:
+            return
+        kept = tail
+        while kept.depth >= num_kept and kept.parent is not None:
+            kept = kept.parent
+        stride = self._core.block_size * TOKEN_BYTES
+        self._core.blocks.supersede_behind(kept, packed[num_kept * stride :], session.owner)
+        if kept is not tail:
+            self._core.blocks.supersede_behind(tail, b"", session.owner)
 
 
 def _is_in(tail: Node | None, namespace: bytes) -> bool:

@@ -26,6 +26,7 @@ import re
 import stat
 import sys
 import tomllib
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -116,8 +117,11 @@ def _classes(path: str, classes: dict[str, Any], lines: list[str]) -> dict[str, 
 def _account(path: str, line: int, entry: object, classes: dict[str, int]) -> Account:
     if not isinstance(entry, dict):
         raise _bad(path, line, "holds an entry that is no table")
-    if any(name not in _FIELDS for name in entry):
-        raise _bad(path, line, f"begins an entry with other fields than {', '.join(_FIELDS)}")
+    unknown = next((name for name in entry if name not in _FIELDS), None)
+    if unknown is not None:  # it is named only if it is nearly one: who knows what else it is
+        near = get_close_matches(unknown, _FIELDS, n=1, cutoff=0.7) if unknown.isprintable() else []
+        said = f'the field "{unknown}", which may be meant for {near[0]}: there are' if near else "other fields than"
+        raise _bad(path, line, f"begins an entry with {said} {', '.join(_FIELDS)}")
     key, tenant, customer_class = entry.get("key"), entry.get("tenant"), entry.get("class", "")
     if not isinstance(key, str) or not is_key(key):
         raise _bad(path, line, "begins an entry whose key is missing, or is not printable ASCII without spaces")
