@@ -18,6 +18,7 @@ from pagefold.kv import audit
 from pagefold.request import RequestStatus
 from pagefold.scheduler import SCHEDULING_POLICIES, PrefillLimits, Scheduler, SchedulerLimits
 from pagefold.scheduler.fair_shares import OUTPUT_WEIGHT, FairShares
+from pagefold.scheduler.guardrails import NO_GUARDRAILS, GivenCap, Guardrails
 from pagefold.scheduler.making_way import MOST_WAYS_MADE
 from pagefold.scheduler.prefill_limits import NO_PREFILL_LIMITS
 from pagefold.sim import NullRunner
@@ -43,11 +44,13 @@ class FairHouse(House):
         budget: int = 64,
         prefills: PrefillLimits = NO_PREFILL_LIMITS,
         admission: str = "prompt",
+        guardrails: Guardrails = NO_GUARDRAILS,
         **parts,
     ):
         super().__init__(num_blocks, seqs=seqs, budget=budget, **parts)
         policy, limits = SCHEDULING_POLICIES["fair"](1.0), SchedulerLimits(seqs, budget, prefills)
-        self.scheduler = Scheduler(self.core, limits, policy=policy, admission=admission, emit=self.events.append)
+        rules = {"policy": policy, "admission": admission, "guardrails": guardrails}
+        self.scheduler = Scheduler(self.core, limits, **rules, emit=self.events.append)
         self.num_sent: Counter[str] = Counter()
 
     @property
@@ -402,6 +405,18 @@ def test_long_prompts_leave_tokens_for_who_is_before_them():
     plan = house.step()
     assert quiet.num_output_tokens == 1, "let in, and computed at once"
     assert len(plan.token_ids) == 16
+
+
+def test_what_a_step_may_compute_of_prompts_is_left_to_who_is_before_them():
+    house = FairHouse(seqs=8, budget=64, guardrails=Guardrails(GivenCap(16)))
+    house.send("a", 8, 1)
+    house.send("a", 100, 2)
+    for _ in range(2):
+        house.step()
+    quiet = house.send("b", 12, 2)
+    plan = house.step()
+    assert quiet.num_output_tokens == 1, "let in, and computed at once"
+    assert len(plan.token_ids) == 16, "and a's prompt has the rest"
 
 
 def test_tokens_are_left_to_nobody_who_cannot_be_let_in():

@@ -102,7 +102,8 @@ class RowPlanner:
                 if num_tokens > prompt_budget:
                     num_tokens = max(1, prompt_budget)
                 if num_reserved and request.order > reserved_for:
-                    num_tokens = max(1, min(num_tokens, budget - num_reserved - (len(running) - row - 1)))
+                    num_left = min(budget - (len(running) - row - 1), prompt_budget) - num_reserved
+                    num_tokens = max(1, min(num_tokens, num_left))
                 num_tokens = self._core.lodgers.limit(cache, start, num_tokens, len(token_ids))
             end = start + num_tokens
             needs_blocks = end > cache.capacity or cache.may_share_tail
