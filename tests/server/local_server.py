@@ -127,8 +127,9 @@ class AnyServer:
         self.num_blocks = int(self.metric("pagefold:num_blocks"))
 
     def open_http(self) -> None:
-        """Make a client, with connections of its own."""
-        self.http = httpx.Client(base_url=self.url, timeout=PATIENCE_S)
+        """Make a client, with connections of its own. It takes no idle one that the server may be about to close."""
+        limits = httpx.Limits(keepalive_expiry=1)
+        self.http = httpx.Client(base_url=self.url, timeout=PATIENCE_S, limits=limits)
 
     def metrics(self) -> dict[tuple[str, str], float]:
         """Every sample, by name and by its label beside model_name and engine."""
