@@ -125,6 +125,7 @@ def test_times_are_those_of_the_stream(server: Server):
     assert figures["output_throughput"] == pytest.approx(3 / figures["duration"])
 
 
+@pytest.mark.quick(every=5)
 @pytest.mark.parametrize(
     ("script", "words"),
     [
@@ -170,6 +171,7 @@ def test_an_end_without_done_is_an_end_if_a_reason_is_given(server: Server):
     assert record.error == ""
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize(
     ("models", "words"),
     [

@@ -46,7 +46,7 @@ def make_free(llm: LLM) -> None:
     drafting._drafter_for(drafting.default).costs = StepCosts((1, 2), (1e-9, 1e-9))
 
 
-@pytest.mark.quick(every=3)
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("by", ["llama", "qwen3", "windows"])
 @pytest.mark.parametrize("how", [{"temperature": 0.0}, {"temperature": 0.9, "seed": 3}], ids=["greedy", "sampled"])
 def test_outputs_are_those_without_and_of_the_same_model_all_drafts_are_right(folders, by, how):
@@ -119,6 +119,7 @@ def test_steps_that_have_no_room_for_drafts_need_no_draft_model(folders):
     assert not plan.capacity.draft_bytes
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_tokens_that_only_the_model_knows_do_no_harm(tiny_chat_model, tmp_path, dtype):
     """Embeddings are padded, and not to the same number: with the same tokenizer one may take more ids."""

@@ -64,6 +64,7 @@ def test_the_first_and_last_layers_can_stay_in_16_bit(smollm2):
     assert plan.is_fused
 
 
+@pytest.mark.long
 def test_blocks_of_one_codec_are_not_those_of_another(tiny_chat_model, tmp_path):
     """A disk that several servers use in turn gives each only what its own codec wrote, and what that says."""
     outputs, cached = {}, {}

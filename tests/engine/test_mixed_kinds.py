@@ -179,7 +179,7 @@ def test_samples_of_both_kinds_part_within_a_chunk_and_each_packs_it(calibrated,
     assert house.seen["packed"] > 4
 
 
-@pytest.mark.quick(every=4)
+@pytest.mark.long
 @pytest.mark.parametrize("is_during", [False, True])
 @pytest.mark.parametrize("goner", [ASKS[1], ASKS[3]], ids=lambda one: one.name)
 def test_who_is_cancelled_while_chunks_are_packed_leaves_others_as_they_were(calibrated, expected, goner, is_during):
@@ -365,6 +365,7 @@ class Machine:
                 self.num_held += 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", long_but([1], range(10)))
 def test_whatever_becomes_of_any_of_them(calibrated, expected, seed):
     """They come, are cancelled between steps and during them, pinned, preempted; steps fail; the cache is reset."""

@@ -128,6 +128,7 @@ def requests_of(seed, num_requests=24):
     return found
 
 
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize("seed", range(12))
 def test_outputs_and_reasons_are_those_of_the_plain_loop(seed):
     found = []
@@ -151,6 +152,7 @@ def test_outputs_and_reasons_are_those_of_the_plain_loop(seed):
     assert found[0] == found[1]
 
 
+@pytest.mark.quick(every=10)
 @pytest.mark.parametrize("seed", range(20))
 def test_whoever_comes_by_a_name_is_told_its_own(seed):  # noqa: C901 - a choice of operations
     """Few names, so that they come again; cancels, resets and failed steps between, where memory is short."""

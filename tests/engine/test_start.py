@@ -41,6 +41,7 @@ def test_a_fused_model_is_served_without_transformers(tmp_path, family):
     assert not modules & HEAVY
 
 
+@pytest.mark.long
 def test_a_tokenizer_and_a_chat_template_need_none_either(tiny_chat_model):
     assert not modules_of_a_start(tiny_chat_model, "Hello") & HEAVY
 

@@ -61,6 +61,7 @@ def expected(tiny_chat_model):
     return [result.outputs[0].token_ids for result in plain.generate(prompts(), GREEDY, use_tqdm=False)]
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("policy", ["write_back", "write_through", "write_through_selective"])
 def test_what_the_host_had_to_give_up_comes_back(tiny_chat_model, expected, policy):
     llm = TieredLLM(str(tiny_chat_model), policy=policy)
@@ -72,6 +73,7 @@ def test_what_the_host_had_to_give_up_comes_back(tiny_chat_model, expected, poli
     assert llm.engine.tiering._slow.fetches.num_fetched > 20
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("seed", range(3))
 def test_a_tier_that_goes_wrong_costs_nothing_but_time(tiny_chat_model, expected, seed):
     llm = TieredLLM(str(tiny_chat_model), fault_rate=0.2, seed=seed)
@@ -101,6 +103,7 @@ class SlowAtFirst(MemoryStore):
         return super().self_test()._replace(read_bytes_per_s=1.0)
 
 
+@pytest.mark.long
 def test_a_tier_that_was_slow_at_the_start_is_told_kept_and_tried_in_time(tiny_chat_model, expected):
     store = SlowAtFirst(FrameFormat(bytes(32), _block_bytes(str(tiny_chat_model)), 64))
     llm = TieredLLM(str(tiny_chat_model), store=store, policy="write_through")

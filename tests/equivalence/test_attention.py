@@ -94,6 +94,7 @@ def hold_writes(case, name, slab):
     np.testing.assert_array_equal(slab.data.numpy(), expected.data.numpy(), f"{name} has written elsewhere")
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @settings(max_examples=6, suppress_health_check=list(HealthCheck))
 @given(sequences=SEQUENCES, per_head=st.booleans(), seed=st.integers(0, 2**32))

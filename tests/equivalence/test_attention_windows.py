@@ -51,6 +51,7 @@ def test_rules_are_the_masks_of_transformers(window, is_chunked):
         assert first_seen.py_func(Keeps.of(KEEP_ALL), 0, q) == KEEP_ALL.first_seen(q) == 0
 
 
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @settings(max_examples=8, suppress_health_check=list(HealthCheck))
 @given(sequences=SEQUENCES, rules=GROUPS, per_head=st.booleans(), seed=st.integers(0, 2**32))
@@ -220,6 +221,7 @@ def test_splits_that_all_see_whole_are_dealt_once():
 NAMES = [name for name in CODECS if name in {"float16", "int8_per_token_head", "int4_per_token_head", "k8v4"}]
 
 
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=6, suppress_health_check=list(HealthCheck))
 @given(sequences=SEQUENCES, rule=RULES, per_head=st.booleans(), seed=st.integers(0, 2**32))

@@ -116,7 +116,7 @@ def assert_found(trial, references):
     assert num_checked >= 2 * len(trial.workload.prompts)
 
 
-@pytest.mark.quick(every=2)
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize(
     "setting", some_long(IN_SETTINGS, {setting.name for setting in IN_SETTINGS if setting.name not in QUICK})
 )
@@ -124,6 +124,7 @@ def test_they_find_what_transformers_finds(setting, tiny_folder, beam_references
     assert_found(run(setting, WORKLOAD, tiny_folder("llama")), beam_references("llama"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", long_but(["gemma3"], ["gemma3", "qwen3", "mistral-window", "llama4", "gpt-oss"]))
 def test_families_find_what_transformers_finds(family, tiny_folder, beam_references):
     """Beyond windows, of several cache groups."""

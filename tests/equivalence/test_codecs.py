@@ -119,6 +119,7 @@ def test_each_range_of_positions_has_its_centre(name, block_size):
 FORMATS = {name: CELL_CODECS[name].values for name in NAMES} | {"two widths": CELL_CODECS["int4_per_token_head"].keys}
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("name", sorted(FORMATS))
 @settings(max_examples=30, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 2**32), exponent=st.integers(-140, 30), zeros=st.booleans())
@@ -322,6 +323,7 @@ def coded_alone(tiny_folder):
 QUICK = ("chunks of 17-int8", "host tier-int8")
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize(
     "setting",
     [pytest.param(one, marks=[] if one.name.startswith(QUICK) else pytest.mark.long) for one in CODED],

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 NUM_OUTPUTS = 24
 
 
-@pytest.mark.quick(every=2)
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 def test_the_next_turn_finds_the_last_ones_output(block_size, tiny_folder, tiny_references):
     references = tiny_references("qwen3", NUM_OUTPUTS)

@@ -102,6 +102,7 @@ def test_soft_capping_and_sharp_scores(sharpness, softcap, interpreter):
     interpreter(interpreted.attend, SHAPES[0], RAGGED, "float32", BOUNDS["float32"] * sharpness, **made)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_splits", long_but([8], [1, 8]))
 def test_sinks_have_their_share(num_splits, interpreter):
     """Once, however decoding is cut into splits; and whole beside codes, whose scores were centred."""
@@ -125,6 +126,7 @@ EDGES += [Lengths(330, 40), Lengths(0, 40), Lengths(320, 1, 320)]
 """One before, at and behind where a window, a chunk or a block ends; decoding, tiles of prompts, shared blocks."""
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("groups", long_but([*GROUPS][2:4], GROUPS))
 def test_each_group_sees_what_it_keeps(groups, interpreter):
     """Before that all is NaN: what was given back, and what is held still."""
@@ -147,6 +149,7 @@ def test_groups_of_any_shape(shape, dtype, interpreter):
     interpreter(interpreted.attend, shape, RAGGED, dtype, BOUNDS[dtype], **made)
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("num_splits", [1, 8])
 def test_windows_of_scores_that_are_capped_or_have_sinks(num_splits, interpreter):
     made = {"rules": (KeepRule(300), KEEP_ALL), "trims": True, "per_head": False, "seed": 4, "num_splits": num_splits}
@@ -211,6 +214,7 @@ def test_an_engine_on_codes_goes_beyond_windows(name, interpreter, tmp_path):
     assert outputs == [alone.of(prompt) for prompt in BEYOND]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "has_graphs", "is_overlapped"),
     [
@@ -261,6 +265,7 @@ def test_codes_of_a_window_are_read_and_written_as_the_reference_does(name, rule
 QUICK_NAMES = ("fp8_e4m3", "int8_per_token_head", "int4_per_token_head", "k8v4")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", long_but(["int4_per_token_head"], CODEC_NAMES))
 def test_codes_are_read_and_written_as_the_reference_does(name, interpreter):
     """Outputs are those of what the slab holds; and its bytes are equal, with poison in all that nobody wrote."""
@@ -271,11 +276,13 @@ def test_codes_are_read_and_written_as_the_reference_does(name, interpreter):
         print(f"seed {seed}: {error:.2e}")
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("name", CODEC_NAMES)
 def test_what_no_model_computes_is_encoded_as_the_reference_does(name, interpreter):
     interpreter(encode_extremes, name)
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("num_splits", long_but([2], [1, 2]))
 @pytest.mark.parametrize("name", [None, "int8_per_token_head", "k8v4"])
 def test_what_is_no_number_is_not_hidden(name, num_splits, interpreter):
@@ -312,6 +319,7 @@ def test_each_range_of_positions_has_its_centre(name, interpreter):
         interpreter(attend_coded, name, SHAPES[0], sequences, "float32", CODED_BOUNDS["float32"], **made)
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("name", ["int8_per_token_head", "int4_per_token_head"])
 def test_rows_that_fill_up_a_batch_encode_nothing(name, interpreter):
     made = {"per_head": False, "seed": 3, "num_padding": 3}
@@ -323,6 +331,7 @@ SEALED = [(300, 1, 0), (37, 5, 0), (0, 70, 0), (64, 1, 64), (0, 1, 0), (15, 1, 0
 """Of each sequence what it had, what it computes, and what it shares: rows in, to the end of, and over blocks."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("shape", "dtype"),
     [
@@ -370,6 +379,7 @@ def test_sealed_blocks_of_a_window_are_read_and_written_as_the_reference_does(ru
         interpreter(attend_sealed, SMALL, sequences, "float32", CODED_BOUNDS["float32"], **made)
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("num_padding", [1, 5])
 def test_rows_that_fill_up_a_batch_seal_nothing(num_padding, interpreter):
     lengths = [(40, 1, 0), (0, 1, 0), (15, 1, 0)]
@@ -378,6 +388,7 @@ def test_rows_that_fill_up_a_batch_seal_nothing(num_padding, interpreter):
         interpreter(attend_sealed, SMALL, lengths, "float32", CODED_BOUNDS["float32"], **made)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("head_dim", long_but([80], [32, 80]))
 def test_what_no_model_computes_is_sealed_as_the_reference_does(head_dim, interpreter):
     """Also where a tile is wider than a head: what fills it up is in no scale."""
@@ -462,6 +473,7 @@ def test_what_writes_and_reads_codes_of_windows_compiles(name, codec, compiler):
     assert shared_bytes <= MAX_SHARED_BYTES[9, 0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("dtype", "head_dim"),
     [

@@ -54,6 +54,7 @@ def run(trial: Trial, references, counts: DraftCounts) -> None:
     assert counts.num_rejected > 100, "nothing was rejected"
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("setting", some_long(ALL, {setting.name for setting in ALL} - QUICK))
 def test_outputs_are_those_of_generate(setting, tiny_folder, tiny_references):
     references, counts = tiny_references("llama", SHORT.num_outputs), DraftCounts()
@@ -66,6 +67,7 @@ def test_outputs_are_those_of_generate(setting, tiny_folder, tiny_references):
         trial.assert_exact(references)
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize(
     ("family", "setting"),
     pairs_but(
@@ -84,6 +86,7 @@ def test_outputs_of_other_families_are_those_of_generate(family, setting, tiny_f
     )
 
 
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize(
     ("method", "setting"),
     pairs_but(
@@ -103,6 +106,7 @@ def test_outputs_with_a_drafter_are_those_of_generate(method, setting, tiny_fold
         assert counts.num_accepted > 40
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("setting", some_long(SOME, {one.name for one in SOME} - BY_MODEL))
 def test_outputs_with_a_draft_model_are_those_of_generate(setting, tiny_folder, tiny_references):
     """It is the same model, so its drafts are right where it is not made to fail."""
@@ -116,6 +120,7 @@ def test_outputs_with_a_draft_model_are_those_of_generate(setting, tiny_folder, 
         assert counts.num_rejected > 50
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("setting", FEW[:1], ids=lambda setting: setting.name)
 @pytest.mark.parametrize("by", ["qwen3", pytest.param("gemma3", marks=pytest.mark.long)])
 def test_outputs_with_any_draft_model_are_those_of_generate(by, setting, tiny_folder, tiny_references):
@@ -128,6 +133,7 @@ def test_outputs_with_any_draft_model_are_those_of_generate(by, setting, tiny_fo
     assert counts.num_rejected > 100
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("setting", FEW, ids=lambda setting: setting.name)
 def test_the_fused_decoder_says_the_same_to_the_bit(setting, tiny_folder):
     alone = AloneOutputs(tiny_folder("llama"), SHORT.num_outputs, model_impl="pagefold", threads=1)
@@ -147,6 +153,7 @@ def test_outputs_of_the_overlapped_loop_are_those_of_generate(is_late, tiny_fold
     assert trial.engine.num_ahead
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize(
     ("how", "setting"),
     pairs_but({"kivi2": ["warm"], "streaming_llm": ["failed steps, chunks of 17, warm"]}, CODES, FEW),
@@ -184,7 +191,7 @@ def told(run: Run) -> list[float]:
     return [logprob.logprob for one in of_tokens for _, logprob in sorted(one.items())]
 
 
-@pytest.mark.quick(every=2)
+@pytest.mark.long
 @pytest.mark.parametrize("harsh", [False, True], ids=["calm", "harsh"])
 @pytest.mark.parametrize("is_overlapped", [False, pytest.param(True, marks=pytest.mark.long)], ids=["", "overlapped"])
 def test_whatever_is_asked_of_an_output_drafts_do_not_change_it(tiny_chat_model, harsh, is_overlapped):

@@ -52,7 +52,7 @@ def run(family: str, setting: Setting, workload: Workload, tiny_folder, tiny_ref
     return trial
 
 
-@pytest.mark.quick(every=3)
+@pytest.mark.quick(every=12)
 @pytest.mark.parametrize(
     ("family", "setting"),
     [
@@ -85,6 +85,7 @@ class Forked(Trial):
         return replace(super().sampling(key), n=3, temperature=1.0, top_k=1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", long_but(["mistral-window"], BEYOND_WINDOWS))
 def test_forks_are_those_of_generate(family, tiny_folder, tiny_references):
     setting = Setting(name="forked", block_size=4, max_num_batched_tokens=48, max_num_seqs=12, spare_blocks=40)
@@ -121,7 +122,7 @@ def generate(engine, token_ids: list[int], num_outputs: int, watch=lambda: None)
 PROMPT = [7 + at * at % 230 for at in range(150)]
 
 
-@pytest.mark.quick(every=3)
+@pytest.mark.quick(every=12)
 @pytest.mark.parametrize("family", BEYOND_WINDOWS)
 def test_both_implementations_of_attention_generate_the_same(family, engine_of):
     """In float32, and with blocks held for no longer than windows ask."""
@@ -138,6 +139,7 @@ def test_both_implementations_of_attention_generate_the_same(family, engine_of):
     assert engine.scheduler.core.pool.num_free == engine.scheduler.core.pool.num_blocks
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("kv_cache_dtype", ["int8_per_token_head", "kivi2"])
 @pytest.mark.parametrize("family", long_but(["mistral-window"], BEYOND_WINDOWS))
 def test_codes_do_not_tell_how_a_prompt_was_cut(family, kv_cache_dtype, engine_of):
@@ -147,7 +149,7 @@ def test_codes_do_not_tell_how_a_prompt_was_cut(family, kv_cache_dtype, engine_o
     assert generate(one, PROMPT, 30) == generate(other, PROMPT, 30)
 
 
-@pytest.mark.quick(every=3)
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("family", THROUGHOUT)
 @pytest.mark.parametrize("behind", ["host", "disk"])
 def test_where_all_layers_have_windows_these_come_back_from_tiers(family, behind, engine_of, tmp_path):

@@ -64,7 +64,7 @@ def alone_outputs(tiny_folder):
     return make
 
 
-@pytest.mark.quick(every=3)
+@pytest.mark.quick(every=24)
 @pytest.mark.parametrize("setting", FEW_SETTINGS, ids=lambda setting: setting.name)
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_outputs_are_those_alone(family, setting, tiny_folder, alone_outputs):

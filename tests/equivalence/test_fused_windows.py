@@ -100,7 +100,7 @@ COMPANY = [
 ]
 
 
-@pytest.mark.quick(every=3)
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize(("family", "form"), COMPANY)
 def test_logits_are_the_same_to_the_bit_in_any_company(family, form, tiny_folder):
     """Alone or among others, in chunks of any size, over shared blocks or its own, with one thread or two."""
@@ -146,7 +146,7 @@ def test_what_a_window_has_left_behind_is_read_into_nothing(tiny_folder):
     assert torch.equal(runner.logits(plan)[0], expected)
 
 
-@pytest.mark.quick(every=2)
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("setting", FEW_SETTINGS, ids=lambda setting: setting.name)
 @pytest.mark.parametrize("family", ["gemma3", "gemma2-window-64"])
 def test_outputs_are_those_alone(family, setting, tiny_folder, alone_in):
@@ -195,6 +195,7 @@ CHANGES = [
 ]
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize(("family", "change"), CHANGES, ids=str)
 def test_what_a_config_says_matters(family, change, tiny_folder, tmp_path):
     """Else the tests above would not tell a decoder that does not listen."""

@@ -52,7 +52,7 @@ def hold(house, request, twin):
         assert (logits - expected[num_tokens - 1]).abs().max() < LOGITS_BOUND
 
 
-@pytest.mark.quick(every=3)
+@pytest.mark.quick(every=12)
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3"])
 @pytest.mark.parametrize("keep", [0.0, 0.5, 1.0])
 def test_it_is_the_model_under_its_mask(masked, family, keep):
@@ -68,7 +68,7 @@ def bits(house, requests):
     return [torch.stack([*house.logits[request.request_id].values()]) for request in requests]
 
 
-@pytest.mark.quick(every=2)
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize(("family", "dtype"), [("llama", "float32"), ("llama", "bfloat16"), ("gemma3", "float32")])
 def test_bits_are_the_same_in_any_chunks_any_batch_and_warm_or_cold(masked, family, dtype):
     folder, keeping, _ = masked(family, 0.5)

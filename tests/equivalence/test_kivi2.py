@@ -92,6 +92,7 @@ def alone(tiny_folder):
     return make
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize(
     "setting",
     [pytest.param(one, marks=[] if one.name in QUICK else pytest.mark.long) for one in ALL_SETTINGS],
@@ -104,7 +105,7 @@ def test_outputs_are_those_alone(setting, tiny_folder, alone):
     trial.assert_exact(alone("qwen3", trial.setting))
 
 
-@pytest.mark.quick(every=3)
+@pytest.mark.quick(every=12)
 @pytest.mark.parametrize(
     "is_late", [pytest.param(True, id="late"), pytest.param(False, id="early", marks=pytest.mark.long)]
 )
@@ -244,7 +245,7 @@ def hold_samples(config, prompts, failures, *, is_overlapped=False):
         assert output == outputs[1, index, seed], (num_samples, index, seed)
 
 
-@pytest.mark.quick(every=2)
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("is_overlapped", [False, True], ids=["plain", "overlapped"])
 @pytest.mark.parametrize("failures", [0.0, 0.4, "of copies"])
 def test_samples_of_one_prompt_are_each_what_it_is_alone(failures, is_overlapped, tiny_folder):

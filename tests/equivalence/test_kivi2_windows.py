@@ -72,6 +72,7 @@ def test_outputs_of_the_overlapped_loop_are_those_alone(enable_prefix_caching, i
     assert trial.engine.num_ahead
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("failures", "enable_prefix_caching"),
     [

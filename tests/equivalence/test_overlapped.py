@@ -28,6 +28,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 WORKLOAD = Workload(short_prompts(VOCAB_SIZE), num_outputs=24)
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize(
     ("name", "is_late"), [("short of memory", True), ("failed steps", True), ("chunks of 16", False)]
 )

@@ -75,7 +75,7 @@ def run(setting, workload, folder):
     return trial
 
 
-@pytest.mark.quick(every=2)
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize(
     "setting",
     some_long([*(setting for setting in SETTINGS if setting.name in NAMES), SHORT_OF_MEMORY], LONG_NAMES),
@@ -87,6 +87,7 @@ def test_every_sample_is_that_of_transformers(setting, tiny_folder, logits_of):
     assert len(distinct) > len(trial.workload.prompts), "samples of a prompt are the same"
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("caching", [True, False])
 def test_prompts_of_every_length_are_forked_rightly(tiny_folder, logits_of, caching):
     """From a block with one token to a full one: what is copied on write is what the prompt left there."""

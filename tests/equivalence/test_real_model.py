@@ -96,6 +96,7 @@ def hold_free_running(references, setting, folder):
     hold_differences(references, first_differences, len(references.workload.prompts))
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("setting", SETTINGS[:1], ids=lambda setting: setting.name)
 def test_every_logit_is_near_the_reference(setting, smollm2, real_references):

@@ -113,7 +113,7 @@ def assert_told(told, token_id, num_top, logprobs):
         assert logprob.rank == 1 + int((logprobs > logprobs[token]).sum())
 
 
-@pytest.mark.quick(every=2)
+@pytest.mark.quick(every=8)
 @pytest.mark.parametrize("setting", some_long([setting for setting in SETTINGS if setting.name in NAMES], LONG_NAMES))
 def test_tokens_and_logprobs_are_those_of_transformers(setting, tiny_folder, logits_of):
     least = Counts(**{name: min(1, least) for name, least in vars(setting.at_least or Counts()).items()})
@@ -176,6 +176,7 @@ def assert_as_transformers(trial, logits_of):
                 assert_told(rest[at], token_id, how.prompt_logprobs, logprobs[at])
 
 
+@pytest.mark.long
 def test_the_workload_tells_what_is_asked_from_what_is_not(tiny_folder):
     """Each kind changes what its prompts say; stop tokens do end outputs, and would end some too early."""
     workload = Workload(short_prompts(VOCAB_SIZE), num_outputs=24)
@@ -205,6 +206,7 @@ def test_the_workload_tells_what_is_asked_from_what_is_not(tiny_folder):
     assert some, "no output ends by a stop token"
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("family", ["gemma2", "gpt-neox"])
 def test_a_seed_draws_the_same_alone_and_in_a_batch_where_rounding_differs(family, tmp_path):
     """Families that transformers computes, in float32: a row's logits depend on the batch, its tokens do not.

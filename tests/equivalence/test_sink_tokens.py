@@ -28,6 +28,7 @@ RULES = st.builds(lambda window, num_sinks: KeepRule(window, num_sinks=num_sinks
 SHAPE = Shape(block_size=16, head_dim=64, num_kv_heads=2, group=3)
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("shape", long_but(SHAPES[:3], SHAPES), ids=str)
 @settings(max_examples=6, suppress_health_check=list(HealthCheck))
 @given(sequences=SEQUENCES, rule=RULES, per_head=st.booleans(), seed=st.integers(0, 2**32))

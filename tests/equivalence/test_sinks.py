@@ -25,6 +25,7 @@ from pagefold.runner.attention.cpu import CpuAttention
 SHARP = st.sampled_from([1.0, 4.0])
 
 
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @settings(max_examples=4, suppress_health_check=list(HealthCheck))
 @given(sequences=SEQUENCES, rule=RULES, per_head=st.booleans(), seed=st.integers(0, 2**32))

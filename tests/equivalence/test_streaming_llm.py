@@ -61,6 +61,7 @@ def twin(tiny_folder):
     return make
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("family", long_but(["phi3", "gemma3"], FAMILIES))
 def test_families_say_what_the_paper_says(family, tiny_folder, twin):
     alone, workload = replace(SETTINGS[1], **SINKS), FEW if family in {"phi3", "gemma3"} else SHORT

@@ -180,6 +180,7 @@ def expected_token(logits, how, grammar, prompt, output, *, never):
     return sample(torch.tensor([logits], dtype=torch.float64), [how], [how.seed], [len(output)])[0]
 
 
+@pytest.mark.long
 def test_every_token_is_that_of_the_masked_distribution(calm, logits_of):
     for at, (prompt, how) in enumerate(requests_of(calm.engine.tokenizer)):
         wish, output = how.structured_outputs, calm.tokens[at]
@@ -204,6 +205,7 @@ def test_some_outputs_are_what_they_are_because_of_a_restriction(calm, logits_of
     assert kinds >= {(True, 0, False), (True, 0, True), (False, 2, False)}
 
 
+@pytest.mark.long
 def test_steps_planned_ahead_change_nothing(calm, tiny_chat_model):
     ahead = Run(tiny_chat_model, is_overlapped=True)
     ahead.run(requests_of(ahead.engine.tokenizer))

@@ -122,7 +122,7 @@ MISTAKES = {
 }
 
 
-@pytest.mark.quick(every=2)
+@pytest.mark.quick(every=8)
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.__name__)
 def test_a_mistake_is_noticed(mistake, tiny_folder, tiny_references):
     def build_broken(*args):

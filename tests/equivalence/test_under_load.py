@@ -92,6 +92,7 @@ QUICK = {"predicted", "all of it, with failing steps, cancels and a host tier"}
 LONG = {setting.name for setting in SETTINGS} - QUICK
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("setting", some_long(SETTINGS, LONG))
 def test_outputs_are_those_of_generate_whoever_is_let_in(setting, tiny_folder, tiny_references):
     trial = Trial(setting, SHORT, tiny_folder("llama"))

@@ -62,7 +62,7 @@ def run(setting: Setting, workload: Workload, tiny_folder, tiny_references) -> T
     return trial
 
 
-@pytest.mark.quick(every=2)
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("setting", FEW, ids=lambda setting: setting.name)
 def test_outputs_are_those_of_generate(setting, tiny_folder, tiny_references):
     run(setting, SHORT, tiny_folder, tiny_references)
@@ -260,6 +260,7 @@ def test_a_budget_that_holds_no_window_beside_a_step_is_refused(tiny_folder):
     assert len(generate(engine, [3 + at % 200 for at in range(300)], 100)) == 100
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize(
     "codec",
     [

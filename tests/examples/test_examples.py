@@ -176,6 +176,7 @@ def test_help_and_table_know_it(script, monkeypatch, capsys):
     assert f"| `{script}` |" in (EXAMPLES / "README.md").read_text()
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("script", long_but(["chat.py", "batch.py"], SCRIPTS))
 def test_a_server_that_is_not_there(script, requests, tmp_path):
     arguments = {"chat.py": ["--once", "a"], "batch.py": [str(requests), str(tmp_path / "answers.jsonl")]}

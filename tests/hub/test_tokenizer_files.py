@@ -82,6 +82,7 @@ def test_texts_come_back(tokenizer: Any, text: str) -> None:
     assert tokenizer.decode(ids) == text
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("text", TEXTS)
 def test_tokens_equal_the_slow_twins(tokenizer: Any, real_folder: Path, text: str) -> None:
     assert tokenizer(text)["input_ids"] == SlowBpe(real_folder).encode(text)

@@ -293,6 +293,7 @@ class SlowList:
         return min(leaves, key=self.key)
 
 
+@pytest.mark.quick(every=5)
 @pytest.mark.parametrize("name", ["lru", "lfu", "fifo"])
 @pytest.mark.parametrize("seed", range(5))
 def test_evictions_are_those_of_a_slow_twin(name: str, seed: int) -> None:

@@ -499,7 +499,7 @@ def random_operations(
     return machine.seen
 
 
-@pytest.mark.quick(every=2)
+@pytest.mark.quick(every=16)
 @settings(max_examples=20)
 @given(seed=st.integers(0, 2**32), num_operations=st.integers(1, 60))
 @pytest.mark.parametrize("name", RULES)
@@ -507,7 +507,7 @@ def test_random_operations(name: str, seed: int, num_operations: int) -> None:
     random_operations(seed, name, num_operations)
 
 
-@pytest.mark.quick(every=2)
+@pytest.mark.quick(every=16)
 @settings(max_examples=18)
 @given(seed=st.integers(0, 2**32), num_operations=st.integers(1, 60))
 @pytest.mark.parametrize("name", RULES)
@@ -515,7 +515,7 @@ def test_random_operations_with_a_host_tier(name: str, seed: int, num_operations
     random_operations(seed, name, num_operations, has_host=True)
 
 
-@pytest.mark.quick(every=2)
+@pytest.mark.quick(every=8)
 @settings(max_examples=12)
 @given(seed=st.integers(0, 2**32), num_operations=st.integers(1, 60), has_host=st.booleans())
 @pytest.mark.parametrize("name", RULES)
@@ -530,6 +530,7 @@ def test_random_operations_with_other_policies(policy: str) -> None:
         random_operations(1, name, 100, policy)
 
 
+@pytest.mark.long
 def test_what_is_worth_testing_happens() -> None:
     seen: Counter[str] = Counter()
     for name in RULES:

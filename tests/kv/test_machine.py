@@ -1148,7 +1148,7 @@ class KVCoreMachine(RuleBasedStateMachine):
             self.machine.drain()
 
 
-@pytest.mark.quick(every=3)
+@pytest.mark.quick(every=12)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_hypothesis_finds_nothing(policy: str) -> None:
     """About 2,000 operations a policy, found and shrunk by hypothesis."""
@@ -1159,6 +1159,7 @@ def test_hypothesis_finds_nothing(policy: str) -> None:
     )
 
 
+@pytest.mark.quick(every=11)
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("policy", [*POLICIES, "picky"])
 def test_random_operations(policy: str, seed: int) -> None:
@@ -1166,6 +1167,7 @@ def test_random_operations(policy: str, seed: int) -> None:
     random_operations(seed, 900, policy)
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("num_host_blocks", [1, 4, 9, 40])
 def test_random_operations_with_a_host_tier(num_host_blocks: int) -> None:
     """3,600 operations: what is evicted is kept, comes back, is damaged, and is lost for want of room."""

@@ -10,6 +10,7 @@ from packed_chunks_driver import RULES, PackingDriver
 from pagefold.kv import KeepRule
 
 
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("name", RULES)
 def test_every_block_holds_what_it_must(name, seed):
@@ -28,6 +29,7 @@ def test_every_block_holds_what_it_must_for_long(name, seed):
     driver.run(800)
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("name", RULES)
 def test_what_comes_back_from_the_host_holds_what_it_must(name, seed):
@@ -90,6 +92,7 @@ def test_chunks_are_packed_when_nobody_sees_all_of_them(rule):
         assert num == 0 or rule.reach(num - 1) < end
 
 
+@pytest.mark.long
 def test_packed_chunks_come_back_from_the_host_whole_or_not_at_all():
     """Else what is done at random with a host would show nothing."""
     loaded = damaged = 0

@@ -360,7 +360,7 @@ class Server:
         return [(event.block_id, event.depth) for event in self.evicted if isinstance(event, BlockEvicted)]
 
 
-@pytest.mark.quick(every=3)
+@pytest.mark.quick(every=9)
 @pytest.mark.parametrize("name", TWINS)
 @pytest.mark.parametrize("seed", range(3))
 def test_victims_are_those_of_a_slow_twin(name: str, seed: int) -> None:
@@ -375,6 +375,7 @@ def test_every_policy_of_known_definition_has_a_twin() -> None:
     assert DEFAULT_POLICY in POLICIES
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("name", POLICIES)
 def test_the_same_requests_have_the_same_victims(name: str) -> None:
     assert Server(make_policy(name)).serve(7, 300) == Server(make_policy(name)).serve(7, 300)
@@ -421,6 +422,7 @@ class Counting(OrderedNodes):
         return super().first()
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("name", POLICIES)
 def test_operations_an_eviction_do_not_grow_with_the_cache(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each operation on a heap is O(log n); a decision makes few of them, whatever the size."""
@@ -525,6 +527,7 @@ def serve_one(core: KVCore, tokens: Sequence[int], facts: RequestFacts | None = 
     core.release(cache)
 
 
+@pytest.mark.long
 def test_no_use_waits_long_for_what_is_learned(monkeypatch: pytest.MonkeyPatch) -> None:
     """In pieces of work, not seconds: with 10,000 blocks idle, what one use does has a bound that 1,000 reach too."""
     most = {}

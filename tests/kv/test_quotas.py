@@ -143,6 +143,7 @@ def random_operations(seed: int, policy: str, num_operations: int = 250) -> Coun
     return twin.seen
 
 
+@pytest.mark.quick(every=5)
 @pytest.mark.parametrize("policy", [name for name in POLICIES if name != "auto"] + ["auto"])
 def test_whoever_asks_gets_what_quotas_allow_and_nothing_else(policy: str) -> None:
     seen = random_operations(1, policy) + random_operations(2, policy)

@@ -131,6 +131,7 @@ def path_of(namespace: bytes, packed: bytes, num_blocks: int) -> Path:
     return (namespace, *(packed[at * stride : (at + 1) * stride] for at in range(num_blocks)))
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("seed", range(3))
 def test_what_events_tell_is_what_the_twin_knows(seed):
     """Prompts that share, steps of several at once that compute the same, steps that fail, memory that is short."""

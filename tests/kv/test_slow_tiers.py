@@ -517,6 +517,7 @@ EVENTS = {
 }
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("policy", WRITE_POLICIES)
 @IN_FULL
 def test_random_walks_meet_everything(policy, in_full):
@@ -529,6 +530,7 @@ def test_random_walks_meet_everything(policy, in_full):
     assert (seen["live store"] > 0) == (policy != "write_back")
 
 
+@pytest.mark.quick(every=9)
 @pytest.mark.parametrize("name", GROUPS)
 @IN_FULL
 def test_random_walks_with_several_groups_meet_everything(name, in_full):

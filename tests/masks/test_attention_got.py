@@ -29,7 +29,7 @@ def _weights(folder: Path, token_ids: list[int]) -> torch.Tensor:
         return torch.cat(model(torch.tensor([token_ids]), output_attentions=True, use_cache=False).attentions)
 
 
-@pytest.mark.quick(every=2)
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize("family", ["llama", "llama-mha", "llama-mqa"])
 def test_it_is_the_largest_weight_of_those_who_count(family: str, tmp_path: Path) -> None:
     folder = save_tiny_model(family, tmp_path / "model", seed=1)

@@ -84,6 +84,7 @@ def _by_rule(kept: torch.Tensor) -> torch.Tensor:
     return torch.where(kept[:, :, None], tables[1], tables[0])
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("family", [*_PLAIN, "gemma3", "llama4", "cohere2"])
 def test_it_is_transformers_where_all_is_seen(family: str, folder_of, token_ids: list[int]) -> None:
     found = WatchedModel(folder_of(family), torch.float64).read(token_ids)
@@ -113,6 +114,7 @@ def test_a_mask_of_all_is_no_mask(folder_of, token_ids: list[int]) -> None:
     assert torch.equal(model.read(token_ids, mask=everything), model.read(token_ids))
 
 
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize("which", ["some", "everything", "nothing", "one head"])
 def test_scores_choose_what_is_seen_while_layers_are_computed(which: str, folder_of, token_ids: list[int]) -> None:
     model = WatchedModel(folder_of("llama"), torch.float64)

@@ -201,6 +201,7 @@ def run(  # noqa: C901 - a random life
     return checked, causes
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("seed", range(12))
 def test_every_token_has_the_twins_cause(seed: int) -> None:
     checked, causes = run(seed, 300)
@@ -208,6 +209,7 @@ def test_every_token_has_the_twins_cause(seed: int) -> None:
     assert len(causes) >= 6, causes
 
 
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize("seed", range(4))
 def test_a_ledger_that_is_too_small_leaves_no_token_without_a_cause(seed: int) -> None:
     checked, _ = run(100 + seed, 300, ledger_blocks=None)

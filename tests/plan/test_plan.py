@@ -168,7 +168,7 @@ def test_a_checkpoint_s_own_quantization_is_taken():
     )
 
 
-@pytest.mark.quick(every=2)
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize(
     "max_model_len", ["auto", *(pytest.param(length, marks=pytest.mark.long) for length in (None, 4096))]
 )
@@ -366,6 +366,7 @@ def test_techniques_are_ranked_and_priced(plan):
     assert all(technique.flags for technique in plan.techniques)
 
 
+@pytest.mark.long
 def test_a_technique_gains_what_switching_it_on_gives(plan):
     technique = next(each for each in plan.techniques if each.name == "weights in int4-g128")
     with_it = make_plan(question(weight_dtype="int4-g128"))

@@ -67,6 +67,7 @@ def test_a_refusal_is_exit_code_3_with_the_missing_bytes_and_what_fits():
     assert len(refusal["nearest_settings"]) == 3
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -120,7 +121,7 @@ def test_a_trace_is_a_workload(tmp_path):
     assert figures["workload_blocks_per_request"] == (8 + 63) / 2
 
 
-@pytest.mark.quick(every=3)
+@pytest.mark.long
 @pytest.mark.parametrize(("dtype", "element_bytes"), [("auto", 0), ("float32", 4), ("bfloat16", 2)])
 def test_this_machine_is_a_device(dtype, element_bytes):
     figures = json.loads(run("smollm2-135m", "--device", "cpu", "--dtype", dtype, "--json").stdout)

@@ -65,7 +65,7 @@ def test_no_name_is_of_two_rows():
     assert len(set(model_names())) == len(ROWS)
 
 
-@pytest.mark.quick(every=4)
+@pytest.mark.quick(every=8)
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row["name"])
 def test_parameters_are_what_transformers_builds(row: dict):
     torch = pytest.importorskip("torch")
@@ -414,6 +414,7 @@ def test_what_is_said_in_words_that_are_not_read_is_refused(field: str):
         shape_of(LLAMA | {field: [1]}, name="x", source="")
 
 
+@pytest.mark.quick(every=10)
 @pytest.mark.parametrize(
     "row", {row["config"]["model_type"]: row for row in ROWS}.values(), ids=lambda row: row["name"]
 )

@@ -580,6 +580,7 @@ def test_a_server_that_does_not_end_is_refused(monkeypatch):
     assert "did not answer in 0.5 seconds" in result.stderr
 
 
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize("what", ["9" * 400, "0.9.9", ",", "-1", "nan", "{}", "1e400"])
 def test_numbers_of_a_log_may_be_anything(what, tmp_path):
     """Whatever stands there, there is a check or a line that says what is wrong."""

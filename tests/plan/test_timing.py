@@ -98,6 +98,7 @@ def test_chunks_attend_to_themselves_only():
 # What a saving is worth.
 
 
+@pytest.mark.long
 def test_more_room_saves_nothing_where_compute_binds():
     made = planned(prompt=1024, output=128, price=3.0)
     by_name = {each.name: each for each in made.techniques}

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from pagefold.quality.texts import Text
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("codec", ["", pytest.param("int8_per_token_head", marks=pytest.mark.long)])
 def test_shares_alone_and_of_a_codec_are_measured_and_heeded(
     tiny_chat_model: Path, own_cache: Path, story: Text, tmp_path: Path, codec: str

@@ -287,6 +287,7 @@ def test_a_window_has_no_floor_and_keeps_no_verdict_whatever_is_quantized_beside
     assert _floor(setting, config) == 0.0
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize(
     ("flags", "said"),
     [

@@ -15,6 +15,7 @@ from pagefold.engine.planning import plan_engine
 from pagefold.runner.cuda_graphs import DecodeGraphs, Longest
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_inputs_live_as_long_as_their_graph(family, tmp_path):
     folder = save_tiny_model(family, tmp_path)

@@ -30,6 +30,7 @@ def packed(allowed, num_bytes):
     return bytes(mask)
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @given(batch=st.lists(rows(), min_size=1, max_size=6), num_bytes=st.sampled_from([3, 4, 8]), is_cut=st.booleans())
 def test_masked_rows_keep_the_tokens_of_their_masks(dtype, batch, num_bytes, is_cut):

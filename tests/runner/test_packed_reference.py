@@ -44,6 +44,7 @@ def one_thread():
     torch.set_num_threads(num_threads)
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("keeper", KEEPERS)
 @pytest.mark.parametrize("size", [90, 32, 13])
 def test_it_is_dense_attention_under_the_mask(keeper, size):
@@ -51,6 +52,7 @@ def test_it_is_dense_attention_under_the_mask(keeper, size):
     case.hold(case.run_each(size), FLOAT64_BOUND)
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_heads_of_all_sizes_are_dense_attention(shape):
     case = PackedCase(shape, [200], KEEPERS["half"], chunk_size=64)
@@ -58,6 +60,7 @@ def test_heads_of_all_sizes_are_dense_attention(shape):
     case.hold(case.run_each(150, torch.float32), FLOAT32_BOUND)
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("edge", [CHUNK, 2 * CHUNK, 3 * CHUNK, 4 * CHUNK])
 def test_lengths_at_every_boundary(edge):
     """Sequences that end one before, at and one behind where a chunk does; the last tokens in steps of their own."""
@@ -68,6 +71,7 @@ def test_lengths_at_every_boundary(edge):
     case.hold(case.run(steps), FLOAT64_BOUND)
 
 
+@pytest.mark.long
 @settings(max_examples=20, suppress_health_check=list(HealthCheck))
 @given(
     lengths=st.lists(st.integers(1, 120), min_size=1, max_size=3),
@@ -89,6 +93,7 @@ def test_any_sequences_in_any_steps_are_dense_attention(lengths, share, shape, h
     case.hold(case.run(data.draw(steps_of(lengths, 70))), FLOAT64_BOUND)
 
 
+@pytest.mark.quick(every=7)
 @pytest.mark.parametrize(
     ("keeper", "dtype"),
     [*((keeper, torch.float32) for keeper in KEEPERS), ("half", torch.float64), ("half", torch.bfloat16)],

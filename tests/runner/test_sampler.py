@@ -133,6 +133,7 @@ def test_a_token_of_no_weight_is_never_drawn(logits, banned, how, seed, index):
     assert token in drawn_by_twin(logits, how, seed, index)
 
 
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize("sharpness", [0.01, 0.5, 6.0])
 @pytest.mark.parametrize("top_k", [0, 1, 1000, 1024, 1025, 2500, 2999, 3000])
 @pytest.mark.parametrize("top_p", [1e-6, 0.4, 0.95, 1.0])

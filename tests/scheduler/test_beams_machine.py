@@ -318,7 +318,7 @@ def random_operations(name, seed, num_operations):
     return machine.seen
 
 
-@pytest.mark.quick(every=2)
+@pytest.mark.quick(every=8)
 @pytest.mark.parametrize("name", SETUPS)
 def test_random_operations(name):
     for seed in range(4):
@@ -332,6 +332,7 @@ def test_many_random_operations_with_beams(name):
         random_operations(name, seed, 1000)
 
 
+@pytest.mark.long
 def test_what_is_worth_testing_happens():
     """A control: the machine reaches the corners that it exists for."""
     seen = Counter()

@@ -55,6 +55,7 @@ def test_several_make_way_at_once_for_a_place_beside_growth(admission):
 LENGTHS = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 20)), min_size=1, max_size=8)
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("prefills", [PrefillLimits(), PrefillLimits(2, 1, 8)], ids=["no limits", "limits"])
 @pytest.mark.parametrize("admission", sorted(ADMISSION_RULES))
 @settings(max_examples=10, deadline=None)

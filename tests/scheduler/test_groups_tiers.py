@@ -88,6 +88,7 @@ def random_operations(seed, name, num_operations):
     return seen
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("name", GROUPS)
 @IN_FULL
 def test_random_operations(name, in_full):

@@ -267,6 +267,7 @@ def _random_house(seed: str, name: str) -> House:
     )  # fmt: skip
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("name", RULES)
 @IN_FULL
 def test_random_operations(name, in_full):

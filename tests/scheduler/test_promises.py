@@ -332,6 +332,7 @@ def run_worlds(kind: str, num_operations: int, first_seed: int) -> Counter[str]:
     return counts
 
 
+@pytest.mark.quick(every=5)
 @pytest.mark.parametrize("kind", KINDS)
 @IN_FULL
 def test_promises_are_kept(kind, in_full):

@@ -476,7 +476,7 @@ def test_three_failed_steps_in_a_row_end_a_request():
 # Everything together, and our own bugs.
 
 
-@pytest.mark.quick(every=2)
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize(("num_blocks", "seqs", "budget"), [(24, 6, 17), (40, 3, 512), (200, 16, 16)])
 def test_outputs_are_those_of_each_request_alone(num_blocks, seqs, budget, caching):

@@ -1605,6 +1605,7 @@ def test_hypothesis_finds_nothing() -> None:
     )
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("policy", ["lru", "lfu", "fifo"])
 @IN_FULL
 def test_random_operations(policy: str, in_full: bool) -> None:
@@ -1613,6 +1614,7 @@ def test_random_operations(policy: str, in_full: bool) -> None:
         random_operations(seed, 400, policy)
 
 
+@pytest.mark.quick(every=12)
 @pytest.mark.parametrize("scheduling", ["fcfs", "lpm"])
 @pytest.mark.parametrize("prefills", PREFILLS, ids=str)
 @pytest.mark.parametrize("admission", EXPECTING)
@@ -1624,6 +1626,7 @@ def test_random_operations_under_load(admission: str, prefills: PrefillLimits, s
         random_operations(seed, 300, "lru", admission=admission, prefills=prefills, scheduling=scheduling, **changes)
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("rules", [GROUPS[3], GROUPS[5], PACKING[0]], ids=str)
 def test_random_operations_under_load_with_several_groups(rules: tuple[KeepRule, ...]) -> None:
     for seed in range(210, 212):
@@ -1641,6 +1644,7 @@ def test_what_happens_under_load(in_full: bool) -> None:
     assert min(seen[what] for what in asked) > 0, seen
 
 
+@pytest.mark.quick(every=8)
 @pytest.mark.parametrize(
     ("rules", "seals"),
     [
@@ -1659,6 +1663,7 @@ def test_random_operations_with_several_groups(rules: tuple[KeepRule, ...], seal
     random_operations(0, 200, "lru", rules, seals=seals)
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("rules", [(KEEP_ALL,), GROUPS[1]], ids=str)
 @IN_FULL
 def test_random_operations_with_guardrails(rules: tuple[KeepRule, ...], in_full: bool) -> None:
@@ -1670,6 +1675,7 @@ def test_random_operations_with_guardrails(rules: tuple[KeepRule, ...], in_full:
     assert min(seen[what] for what in asked) > 0
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("rules", PACKING, ids=str)
 @IN_FULL
 def test_random_operations_where_chunks_are_packed(rules: tuple[KeepRule, ...], in_full: bool) -> None:
@@ -1689,7 +1695,7 @@ def test_very_many_random_operations_where_chunks_are_packed(rules: tuple[KeepRu
         random_operations(600 + seed, 1500, "lru", rules, seals=False)
 
 
-@pytest.mark.quick(every=3)
+@pytest.mark.quick(every=9)
 @pytest.mark.parametrize("rules", GROUPS[1:], ids=str)
 @IN_FULL
 def test_who_loses_a_block_that_was_not_sealed_finds_its_windows(rules: tuple[KeepRule, ...], in_full: bool) -> None:
@@ -1700,6 +1706,7 @@ def test_who_loses_a_block_that_was_not_sealed_finds_its_windows(rules: tuple[Ke
     assert seen["lost what was not sealed"] > 0
 
 
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize("rules", [(KEEP_ALL,), *GROUPS, *PACKING], ids=str)
 @IN_FULL
 def test_random_operations_with_a_host_tier(rules: tuple[KeepRule, ...], in_full: bool) -> None:
@@ -1719,6 +1726,7 @@ def test_very_many_random_operations_with_groups_and_a_host_tier(rules: tuple[Ke
         random_operations(500 + seed, 2000, "lru", rules, has_host=seed % 3 > 0)
 
 
+@pytest.mark.long
 def test_what_is_worth_testing_happens() -> None:
     """A control: the driver reaches the corners that it exists for."""
     seen: Counter[str] = Counter()

@@ -215,6 +215,7 @@ def operate(machine, rng, num_operations):
     return machine
 
 
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize("seed", range(16))
 def test_random_operations(seed):
     random_operations(seed, 300)

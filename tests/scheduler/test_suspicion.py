@@ -101,6 +101,7 @@ def check_all_but(requests: list[Request], culprits: set[str]) -> None:
             assert request.output_token_ids == alone(request)
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("place", [0, 1, 42, 63, 64, 126, 127])
 @pytest.mark.parametrize("looks_ahead", [False, True])
 def test_one_among_127_ends_by_itself(place, looks_ahead):
@@ -120,6 +121,7 @@ def test_one_that_comes_to_127():
     assert course.steps[1][0] == [f"r{index}" for index in range(NUM_REQUESTS - 1)], "without the newly admitted"
 
 
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize(
     "places",
     [(0, 1, 2), (5, 64, 127), (125, 126, 127), (31, 32, 33), range(0, 128, 8), range(20)],

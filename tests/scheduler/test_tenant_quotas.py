@@ -165,6 +165,7 @@ def test_who_waits_for_its_cap_makes_nobody_make_way() -> None:
 # A floor.
 
 
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize("scheduling", POLICIES)
 def test_a_tenant_with_a_floor_finds_its_prefix_behind_anothers_burst(scheduling: str) -> None:
     for quotas, num_found in (({"quiet": KVQuota(8)}, 28), ({}, 0)):

@@ -192,6 +192,7 @@ def squeeze(house: House, lengths: list[tuple[int, int]], gaps: list[int], most_
 LENGTHS = st.lists(st.tuples(st.integers(0, 200), st.integers(0, 200)), min_size=1, max_size=14)
 
 
+@pytest.mark.long
 @settings(max_examples=60, deadline=None)
 @given(
     num_blocks=st.integers(2, 30),
@@ -211,6 +212,7 @@ def test_nobody_is_preempted_more_often_than_that(
     assert all(request.finish_reason == "length" for request in requests)
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("policy", ["fcfs", "lpm", "fair"])
 @pytest.mark.parametrize("prefills", [NO_PREFILL_LIMITS, PrefillLimits(2, 1, 6)], ids=["no limits", "limits"])
 @settings(max_examples=12, deadline=None)
@@ -232,6 +234,7 @@ def test_others_preempt_a_request_so_often_at_most_in_any_order(  # noqa: PLR091
     assert all(request.finish_reason == "length" for request in requests)
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("seed", range(2))
 def test_many_long_outputs_in_little_memory(seed: int) -> None:
     """Much is preempted here; nobody more often than three times, and few more often than twice."""

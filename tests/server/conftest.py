@@ -14,15 +14,16 @@ if TYPE_CHECKING:
 
     from local_server import AnyServer
 
-_LIVE: list[AnyServer] = []
+_LIVE: dict[str, AnyServer] = {}
+"""The servers that tests share, by the name of their fixture."""
 
 
 @pytest.fixture(scope="session")
 def tiny_server(tiny_chat_model: Path) -> Iterator[LocalServer]:
     server = LocalServer(tiny_chat_model, kv_cache_memory_bytes=2**22, max_num_seqs=64, max_num_batched_tokens=256)
-    _LIVE.append(server)
+    _LIVE["tiny_server"] = server
     yield server
-    _LIVE.remove(server)
+    del _LIVE["tiny_server"]
     server.close()
 
 
@@ -30,9 +31,9 @@ def tiny_server(tiny_chat_model: Path) -> Iterator[LocalServer]:
 def narrow_server(tiny_chat_model: Path) -> Iterator[LocalServer]:
     """One sequence at a time, computed in chunks of 16 tokens."""
     server = LocalServer(tiny_chat_model, kv_cache_memory_bytes=2**22, max_num_seqs=1, max_num_batched_tokens=16)
-    _LIVE.append(server)
+    _LIVE["narrow_server"] = server
     yield server
-    _LIVE.remove(server)
+    del _LIVE["narrow_server"]
     server.close()
 
 
@@ -54,18 +55,19 @@ def narrow(narrow_server: LocalServer) -> Iterator[LocalServer]:
 def smol() -> Iterator[ProcessServer]:
     """The built-in model, served as users serve it."""
     server = ProcessServer("smollm2-135m", "--kv-cache-memory-bytes", "200M", "--max-model-len", "2048")
-    _LIVE.append(server)
+    _LIVE["smol"] = server
     yield server
-    _LIVE.remove(server)
+    del _LIVE["smol"]
     server.close()
 
 
 @pytest.fixture(autouse=True)
-def _pools_are_as_before() -> Iterator[None]:
-    """After every test, on every server: nothing runs or waits, and no block is lost."""
+def _pools_are_as_before(request: pytest.FixtureRequest) -> Iterator[None]:
+    """After every test, on every server that it asked: nothing runs or waits, and no block is lost."""
     yield
-    for server in _LIVE:
-        server.check_pool()
+    for name, server in _LIVE.items():
+        if name in request.fixturenames:
+            server.check_pool()
 
 
 def _let_go(server: LocalServer) -> None:

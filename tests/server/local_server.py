@@ -46,13 +46,22 @@ PATIENCE_S = 60.0
 START_PATIENCE_S = 300.0
 """The first start of all compiles kernels, maybe while another process does so too."""
 
+_OF_THE_POOL = (
+    "pagefold:num_blocks",
+    "pagefold:num_free_blocks",
+    "pagefold:num_cached_blocks",
+    "vllm:kv_cache_usage_perc",
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+)
 
-def until(condition, what: str, patience_s: float = PATIENCE_S) -> None:
+
+def until(condition, what: str, patience_s: float = PATIENCE_S, pause_s: float = 0.005) -> None:
     """Wait for something that another thread or process is about to do."""
     deadline = time.monotonic() + patience_s
     while not condition():
         assert time.monotonic() < deadline, f"waited {patience_s} s for {what}"
-        time.sleep(0.005)
+        time.sleep(pause_s)
 
 
 class ControlledRunner:
@@ -131,17 +140,18 @@ class AnyServer:
         limits = httpx.Limits(keepalive_expiry=1)
         self.http = httpx.Client(base_url=self.url, timeout=PATIENCE_S, limits=limits)
 
-    def metrics(self) -> dict[tuple[str, str], float]:
-        """Every sample, by name and by its label beside model_name and engine."""
-        text = self.http.get("/metrics").raise_for_status().text
+    def metrics(self, prefix: str | tuple[str, ...] = "") -> dict[tuple[str, str], float]:
+        """Every sample whose name begins so, by name and by its label beside model_name and engine."""
+        lines = self.http.get("/metrics").raise_for_status().text.splitlines(keepends=True)
+        text = "".join(line for line in lines if line.startswith(prefix))
         samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
         return {(sample.name, _own_label(sample.labels)): sample.value for sample in samples}
 
     def metric(self, name: str, label: str = "") -> float:
-        return self.metrics()[name, label]
+        return self.metrics(name)[name, label]
 
     def is_idle(self) -> bool:
-        metrics = self.metrics()
+        metrics = self.metrics(_OF_THE_POOL)
         return not metrics["vllm:num_requests_running", ""] and not metrics["vllm:num_requests_waiting", ""]
 
     def check_pool(self) -> None:
@@ -149,7 +159,7 @@ class AnyServer:
         until(self._is_as_before, "the pool to be as it was before")
 
     def _is_as_before(self) -> bool:
-        metrics = self.metrics()
+        metrics = self.metrics(_OF_THE_POOL)
         num_free, num_cached = (metrics[f"pagefold:num_{kind}_blocks", ""] for kind in ("free", "cached"))
         return (
             not metrics["vllm:num_requests_running", ""]
@@ -295,7 +305,8 @@ class ProcessServer(AnyServer):
         url = f"http://127.0.0.1:{port}"
         path = "/ready" if wait else "/health"
         try:
-            until(lambda: _answers(url + path) or self.process.poll() is not None, "start", START_PATIENCE_S)
+            with httpx.Client(base_url=url, timeout=PATIENCE_S) as http:  # each makes a TLS context, which takes long
+                until(lambda: _answers(http, path) or self.process.poll() is not None, "start", START_PATIENCE_S, 0.05)
             assert self.process.poll() is None, self.output()
         except BaseException:
             self._end()
@@ -346,9 +357,9 @@ def _own_label(labels: dict[str, str]) -> str:
     return "".join(value for name, value in labels.items() if name not in ("model_name", "engine"))
 
 
-def _answers(url: str) -> bool:
+def _answers(http: httpx.Client, path: str) -> bool:
     with contextlib.suppress(httpx.TransportError):
-        return httpx.get(url, timeout=PATIENCE_S).status_code == 200
+        return http.get(path).status_code == 200
     return False
 
 

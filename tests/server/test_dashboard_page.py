@@ -192,6 +192,7 @@ def test_panels_that_a_server_does_not_have_are_not_there(browser: Chromium) -> 
     bare.close()
 
 
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize("is_dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", [320, 400, 760, 1200])
 def test_it_fits_and_can_be_read(browser: Chromium, stage: Stage, width: int, is_dark: bool) -> None:

@@ -134,6 +134,7 @@ def test_without_keys_it_is_open(tiny: LocalServer) -> None:
     assert tiny.http.get("/v1/dashboard").status_code == 200
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize(
     "keys", [{"api_keys": ("sk-acme", "sk-blue")}, {"accounts": ACCOUNTS}], ids=["keys", "tenants"]
 )

@@ -42,6 +42,7 @@ def statuses(get: Callable[..., httpx.Response], *keys: str) -> list[int]:
     return [get("/metrics", headers=bearer(key)).status_code for key in keys]
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("path", ["/metrics", "/load"])
 def test_beside_tenants_traffic_is_closed_unless_somebody_has_chosen(path):
     """One tenant is not shown what the others do, and whoever runs the server is told which flags there are."""

@@ -39,6 +39,7 @@ def drafter_of(server: LocalServer):
     return drafting._drafter_for(SpeculativeParams(method="draft_model"))
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 0.9, "seed": 5, "top_p": 0.9}])
 def test_what_nobody_has_said_before_is_drafted_rightly(server, sampling):
     body = {**ANSWER, **sampling}
@@ -95,6 +96,7 @@ def test_what_cannot_be_is_refused(server, asked, said):
     assert error["param"].startswith("speculative_config.")
 
 
+@pytest.mark.long
 def test_a_start_says_what_it_has_and_one_that_cannot_be_is_refused(tiny_chat_model):
 
     def given(**fields):

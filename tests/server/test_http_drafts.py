@@ -46,6 +46,7 @@ def counts(server: LocalServer) -> dict[str, float]:
     return {name: server.metric(f"vllm:spec_decode_num_{name}_total") for name in names}
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize(
     "sampling", [{}, {"temperature": 0.9, "seed": 5}, {"temperature": 1.0, "seed": 6, "logprobs": 2}]
 )
@@ -115,6 +116,7 @@ def test_a_stop_string_ends_a_text_where_it_ends_without_drafts(drafting, plain)
         assert got["usage"]["completion_tokens"] == expected["usage"]["completion_tokens"]
 
 
+@pytest.mark.long
 def test_the_best_of_several_outputs_are_those_without_drafts(drafting, plain):
     """Which are the best their logprobs say, of the tokens that are theirs."""
     body = {"max_tokens": 30, "temperature": 1.0, "seed": 3, "n": 2, "best_of": 4, "stop": ["e", "a"]}

@@ -190,6 +190,7 @@ def test_priorities_count_for_nothing_and_are_refused(server):
     assert "fair looks at none" in error_of(response, 400)["message"]
 
 
+@pytest.mark.long
 def test_a_recording_of_tenants_is_replayed_to_the_block(tiny_chat_model, tmp_path):
     server = fair_server(tiny_chat_model, tmp_path / "trace.jsonl")
 

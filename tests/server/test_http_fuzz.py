@@ -156,6 +156,7 @@ def test_stored_responses_answer_as_described(short, description, method):
     assert send(short, description, STORED, GenerationMode.POSITIVE, 10, method=method)
 
 
+@pytest.mark.long
 def test_ended_sessions_answer_as_described(short, description):
     assert send(short, description, SESSION, GenerationMode.POSITIVE, 10, method="delete")
 

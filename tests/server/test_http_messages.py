@@ -187,7 +187,7 @@ def test_an_answer_without_text_is_an_empty_one(tiny, client):
     assert told(create(client)) == told(streamed(client)) == ([("text", "")], "end_turn", None)
 
 
-@pytest.mark.quick(every=3)
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("choice", "names", "most"),
     [

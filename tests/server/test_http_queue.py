@@ -64,6 +64,7 @@ class Clients:
         self.answers.append((name, response))
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("stream", [False, True])
 def test_one_too_many_is_told_when_to_come_again(full, stream):
     before = full.metric("pagefold:requests_refused_total", "queue_full")

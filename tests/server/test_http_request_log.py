@@ -186,6 +186,7 @@ def tell_secrets():
     return tell
 
 
+@pytest.mark.long
 def test_json_is_all_that_a_server_says(tiny_chat_model, tell_secrets):
     server = serve(tiny_chat_model, "--log-format", "json", "--api-key", SECRET)
     try:

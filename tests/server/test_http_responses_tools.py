@@ -69,7 +69,7 @@ def told(response):
     return response.status, items
 
 
-@pytest.mark.quick(every=2)
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize(
     ("choice", "names", "most"),
     [
@@ -92,7 +92,7 @@ def test_a_call_that_must_be_is_one_that_is_allowed(client, choice, names, most)
             Draft202012Validator(SCHEMAS[item.name]).validate(json.loads(item.arguments))
 
 
-@pytest.mark.quick(every=2)
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize(
     ("text", "items"),
     [

@@ -56,6 +56,7 @@ class Reader:
         return [json.loads(line.removeprefix(b"data: ")) for line in lines if line.startswith(b"data: {")]
 
 
+@pytest.mark.long
 def test_who_does_not_read_holds_up_nobody_and_can_catch_up(cramped):
     """It gets all of the text, in fewer events than tokens: what waited for it was put together."""
     body = {**LONG, "max_tokens": NUM_TOKENS, "stream_options": {"include_usage": True}}

@@ -72,6 +72,7 @@ def test_pydantic_models_are_parsed_by_openai_s_client(client):
         assert stream.get_final_completion().choices[0].message.parsed == choice.message.parsed
 
 
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize(
     "fields",
     [
@@ -139,6 +140,7 @@ def test_each_prompt_has_a_matcher_of_its_own(tiny):
         assert_of_schema(choice["text"])
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("stream", [False, True])
 def test_each_sample_has_a_matcher_of_its_own(tiny, stream):
     body = {"prompt": "Go", "response_format": FORMAT, "n": 4, "seed": 3, "max_tokens": 300}

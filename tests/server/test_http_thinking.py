@@ -299,7 +299,7 @@ def test_a_template_that_leaves_the_last_message_out(server, monkeypatch):
     assert "cannot be continued" in error_of(server.http.post("/v1/chat/completions", json=body), 400)["message"]
 
 
-@pytest.mark.quick(every=2)
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize("opens", [True, False])
 @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_an_answer_behind_thinking_is_what_was_asked_for(server, seed, opens):

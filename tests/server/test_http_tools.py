@@ -92,7 +92,7 @@ def says(server, text):
     server.runner.script = [*server.tokenizer.encode(text), 2]
 
 
-@pytest.mark.quick(every=3)
+@pytest.mark.quick(every=12)
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("parallel", [True, False])
 def test_a_required_call_is_always_one_that_is_allowed(client, seed, parallel):
@@ -126,6 +126,7 @@ def test_each_of_several_choices_has_its_own_calls(tiny, is_streamed):
     assert all(isinstance(json.loads(arguments), dict) for arguments in calls.values())
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_a_named_call_is_of_that_function(client, name):
     which = {"type": "function", "function": {"name": name}}
@@ -135,7 +136,7 @@ def test_a_named_call_is_of_that_function(client, name):
         Draft202012Validator(SCHEMAS[name]).validate(json.loads(arguments))
 
 
-@pytest.mark.quick(every=2)
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize(
     ("text", "content", "names"),
     [
@@ -159,7 +160,7 @@ def test_the_model_may_call_or_answer(tiny, client, text, content, names):
     assert len(told(chat(client, parallel_tool_calls=False))[1]) == min(1, len(names))
 
 
-@pytest.mark.quick(every=2)
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize(
     ("text", "content", "num_calls"),
     [
@@ -180,6 +181,7 @@ def test_the_model_calls_or_answers_in_a_form(tiny, client, text, content, num_c
         assert got[2] == ("tool_calls" if num_calls else "stop")
 
 
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize("seed", range(4))
 def test_what_the_model_says_beside_calls_is_of_the_form(client, seed):
     got = told(chat(client, **FORM, seed=seed))

@@ -340,7 +340,7 @@ def test_a_served_key_file(tiny_chat_model, tmp_path):
     ("text", "flags", "said"),
     [
         (FILE + "[[keys]]\n", [], "Line 19 of the key file"),
-        (FILE, [], "Class gold has priority -10, but requests are served first come first served."),
+        (FILE, [], "Class gold has priority -10, but fcfs looks at none."),
         (FILE, ["--scheduling-policy", "priority", "--api-key", "sk-beta"], "given twice"),
         (
             FILE + KEEPING,

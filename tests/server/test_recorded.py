@@ -80,7 +80,7 @@ LIMITED = {
     params=[
         ("learned", 40, None, {"admission": "prompt"}),
         pytest.param(("weighted", 0, {"method": "tree"}, {"admission": "prompt"}), marks=pytest.mark.long),
-        ("auto", 0, None, {"admission": "prompt"}),
+        pytest.param(("auto", 0, None, {"admission": "prompt"}), marks=pytest.mark.long),
         ("learned", 0, None, LIMITED),
     ],
     ids=["with a host tier", "weighted, with drafts", "auto", "with predictions and limits"],
@@ -255,6 +255,7 @@ def test_of_a_recording_that_was_cut_off_all_that_is_there_is_replayed(recorded,
     assert num_steps[-1] > 100
 
 
+@pytest.mark.long
 def test_a_server_that_is_killed_leaves_a_recording_that_is_replayed(tiny_chat_model, tmp_path):
     """By SIGKILL, with requests running that have been preempted."""
     file = tmp_path / "trace.jsonl"

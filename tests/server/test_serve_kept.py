@@ -43,6 +43,7 @@ def stop(server: ProcessServer) -> str:
     return server.output()
 
 
+@pytest.mark.long
 def test_usage_tells_what_was_kept(unknown_model: Path) -> None:
     keep_random_scorer(unknown_model)
     server = ProcessServer(str(unknown_model), *FLAGS)

@@ -197,6 +197,7 @@ def test_500_clients_at_once_where_few_may_wait_and_then_too_few_files(served):
     assert "Traceback" not in output
 
 
+@pytest.mark.long
 def test_a_start_lets_itself_open_more_files():
     """As far as it may; and says how many connections that makes."""
     code = (

@@ -71,6 +71,7 @@ def test_sigterm_drains(tiny_process):
     assert ready.startswith(f"ready on {server.url} (model tiny) after ")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "number", [pytest.param(signal.SIGTERM, marks=pytest.mark.long), signal.SIGINT], ids=lambda number: number.name
 )
@@ -138,6 +139,7 @@ app()
 """
 
 
+@pytest.mark.long
 def test_not_ready_until_warm(tiny_chat_model, tmp_path):
     """Kernels and a dummy pass come before /ready is 200; /health is 200 all the time, and nothing of it is counted."""
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as free:
@@ -234,6 +236,7 @@ def _changed(folder: Path, to: Path, **fields: object) -> Path:
     return to
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize(
     ("name", "says"),
     [

@@ -34,6 +34,7 @@ def num_written(server):
     return server.metric("pagefold:tier_blocks_written_total", "kept")
 
 
+@pytest.mark.long
 def test_what_was_cached_is_found_after_a_restart(tmp_path):
     server = ProcessServer(MODEL, *disk(tmp_path / "kv"))
     try:
@@ -106,6 +107,7 @@ def test_one_server_a_folder(tmp_path):
         server.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("flags", "told"),
     [

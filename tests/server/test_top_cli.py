@@ -85,6 +85,7 @@ def test_what_is_wrong_is_said(server: LocalServer) -> None:
     assert "It looks like http://" in run("localhost", "--once", status=2)
 
 
+@pytest.mark.long
 def test_the_curve_is_drawn_beside(tiny_chat_model: Path, stage: Stage) -> None:
     told = json.loads(run(stage.url, "--json"))
     curve = told["whatif"]
@@ -166,6 +167,7 @@ class Terminal:
         self.process.wait(PATIENCE_S)
 
 
+@pytest.mark.long
 def test_in_a_terminal_it_refreshes_until_it_is_left(stage: Stage) -> None:
     with closing(Terminal(stage.url)) as terminal:
         terminal.read(lambda shown: shown.count(b"tokens/s out") >= 3 and b"the best other" in shown)

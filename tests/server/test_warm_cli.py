@@ -184,6 +184,7 @@ def _refused(said: str, *arguments: str) -> None:
     assert re.search(said, result.output), result.output
 
 
+@pytest.mark.long
 def test_what_serve_warms_is_there_with_the_first_request_and_after_a_restart(tiny_chat_model, tmp_path):
     """Warming begins anew with each start: nothing of a cache outlives its process."""
     path = written(tmp_path, {**LINES[0], "pin": True}, {"prompt": [5]}, PLAIN)
@@ -205,6 +206,7 @@ def test_what_serve_warms_is_there_with_the_first_request_and_after_a_restart(ti
         assert "line 1" not in output
 
 
+@pytest.mark.long
 def test_a_signal_while_it_warms(tiny_chat_model, tmp_path):
     """It does not become ready first, and ends as it ends any time."""
     path = written(tmp_path, *[{"prompt": list(range(first, first + 1500))} for first in range(0, 40_000, 200)])

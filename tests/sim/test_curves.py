@@ -48,6 +48,7 @@ def test_generated_workloads_too(name):
     assert curve.at(0) == 0.0
 
 
+@pytest.mark.long
 def test_a_sampled_curve_is_near_the_exact_one():
     requests = parse_workload("agents:num_tasks=80,num_levels=3-6").trace().requests
     exact = lru_curve(requests, block_size=16)

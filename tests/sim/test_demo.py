@@ -69,7 +69,7 @@ def test_a_picture_that_cannot_be_written_is_refused_in_one_line(tmp_path):
     assert result.output.count("\n") == 1
 
 
-@pytest.mark.quick(every=2)
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize("arguments", [("--num-chats", "1"), ("--num-blocks", "4000"), ("--seed", "-1")])
 def test_other_settings_are_drawn_too(arguments):
     assert "blocks over time" in run(*arguments)

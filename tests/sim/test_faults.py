@@ -15,6 +15,7 @@ from pagefold.sim.fault_hunt import Failure, as_test, draw_run, hunt
 from pagefold.sim.faults import Ask, Cancel, Damage, FaultyRun, ResetCache, Shrink, Step, run_faulty
 
 
+@pytest.mark.long
 def test_every_invariant_holds():
     assert hunt(3_000, seed=0) is None
 
@@ -30,6 +31,7 @@ def test_runs_are_what_their_seeds_say():
     assert run_faulty(draw_run(5)) == run_faulty(draw_run(5))
 
 
+@pytest.mark.long
 def test_everything_that_can_go_wrong_does(monkeypatch):
     """In a few dozen runs: preemption, hits inside a block, timeouts, pins, forks, loads, damage, and every fault."""
     seen: Counter[str] = Counter()

@@ -87,7 +87,7 @@ def test_the_default_on_a_part_of_the_real_trace() -> None:
     assert ratio(requests, "default", 1_540_000, 512) > 1.5 * ratio(requests, "lru", 1_540_000, 512)
 
 
-@pytest.mark.quick(every=3)
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize(
     "workload",
     [
@@ -189,6 +189,7 @@ def test_belady_finds_as_much_as_any_choice_of_victims(seed: int) -> None:
     assert found == max(best.values())
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("policy", [*POLICIES, BELADY])
 def test_golden_hit_ratios(policy: str) -> None:
     """What each finds of one generated workload, to the block: a change of a policy shows here."""

@@ -59,6 +59,7 @@ def record(file, rules, knows_messages=True):
     recorder.close()
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize(
     "rules",
     [

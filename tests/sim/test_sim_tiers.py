@@ -49,6 +49,7 @@ def test_the_same_seed_gives_the_same_and_another_other_faults():
     assert (one.num_disk_missed, one.duration_s) != (other.num_disk_missed, other.duration_s)
 
 
+@pytest.mark.long
 def test_faults_cost_hits_and_nothing_else():
     right, wrong, none = (
         run(TierModel(host_tokens=8_000, disk_tokens=MANY, fault_rate=rate)) for rate in (0.0, 0.3, 1.0)
@@ -64,6 +65,7 @@ def test_a_disk_that_is_slower_than_computing_is_left_alone():
     assert report.num_disk_written
 
 
+@pytest.mark.long
 def test_preempted_requests_wait_as_they_did():
     tiers = TierModel(host_tokens=20_000, disk_tokens=MANY, fault_rate=0.2)
     report = run(tiers, num_chats=150, num_blocks=200, admission="prompt")

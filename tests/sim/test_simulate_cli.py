@@ -100,6 +100,7 @@ def test_admission_and_scheduling_policy_are_the_servers():
     assert "admission" not in answer(SMALL, "--cache-only", "--cache-tokens", "4k")
 
 
+@pytest.mark.long
 def test_where_a_share_of_older_tokens_is_kept_more_run_at_once():
     asked = "retrieval:num_requests=120,seed=1", "--policy", "lru", "--cache-tokens", "10k"
     running = [answer(*asked, *keep)["mean_running"] for keep in ((), ("--kv-keep", "0.5"), ("--kv-keep", "0.25"))]
@@ -157,6 +158,7 @@ def test_a_step_cost_of_a_file(tmp_path):
 # What it writes.
 
 
+@pytest.mark.long
 def test_the_same_question_has_the_same_answer(tmp_path):
     """Byte for byte, also in another process: nothing depends on the order of hashes, or the time."""
     arguments = ["agents:num_tasks=8", "--policy", "lru,lfu", "--cache-tokens", "6k,9k", "--curve", "0.5", "--bounds"]
@@ -198,6 +200,7 @@ def test_without_matplotlib_a_picture_is_refused_before_anything_runs(monkeypatc
 # What it refuses.
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -297,6 +300,7 @@ print("heavy:", sorted({"torch", "numpy", "matplotlib", "transformers"} & set(sy
 # Faults.
 
 
+@pytest.mark.long
 def test_faults_from_the_command_line():
     assert "400 steps with faults, from seed 3 on: every invariant held." in run("faults:steps=400,seed=3").output
     assert answer("faults:steps=200") == {"steps": 200, "seed": 0, "error": None, "test": None}

@@ -29,6 +29,7 @@ def test_windows_find_more_in_the_same_bytes():
     assert windows.num_hit_tokens >= full.num_hit_tokens
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("disk_tokens", [0, 100_000])
 def test_what_is_evicted_comes_back_from_tiers(disk_tokens):
     tiers = TierModel(host_tokens=2_500, disk_tokens=disk_tokens)
@@ -38,6 +39,7 @@ def test_what_is_evicted_comes_back_from_tiers(disk_tokens):
     assert bool(with_tiers.num_disk_written) == bool(disk_tokens)
 
 
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize("disk_tokens", [0, 100_000])
 @pytest.mark.parametrize("rules", [(KeepRule(512),), (KeepRule(512, num_sinks=4), KeepRule(256))])
 def test_tiers_take_no_group_that_keeps_all(rules, disk_tokens):

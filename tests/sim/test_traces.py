@@ -157,6 +157,7 @@ def test_equal_parameters_make_equal_requests(name):
     assert len(set(names)) == len(names)
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("name", GENERATORS)
 @pytest.mark.parametrize("size", [16, 100])
 def test_ids_say_of_prompts_what_tokens_say(name, size):

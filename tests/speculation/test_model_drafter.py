@@ -269,6 +269,7 @@ class Machine:
                 audit(self.drafter.core)
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("publishes", [True, False], ids=["", "cache off"])
 @pytest.mark.parametrize("rules", [PLAIN, WINDOWS], ids=["plain", "windows"])
 @pytest.mark.parametrize("num_blocks", [9, 40, 200])

@@ -291,7 +291,7 @@ def test_a_number_of_frames_that_no_file_has_is_refused_at_once(tmp_path):
     assert not there.exists()
 
 
-@pytest.mark.quick(every=2)
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize(
     ("block_bytes", "key_bytes"),
     [(2**40, 16), (2**64 - 1, 16), (0, 16), (1, 2**30)],

@@ -529,6 +529,7 @@ def goes_on(folder, least=0):
         store.close()
 
 
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize("value", [TEXT, HUGE, "0", "1.5", "CAST(x'fffe' AS TEXT)"])
 @pytest.mark.parametrize(
     "column",

@@ -141,7 +141,7 @@ def walker(request, tokenizer):
     return Walker(tokenizer.to_json(), vocabulary, form)
 
 
-@pytest.mark.quick(every=3)
+@pytest.mark.quick(every=30)
 @pytest.mark.parametrize("kind", ASKED)
 def test_what_stands_behind_thinking_is_what_was_asked_for(walker, kind):
     asked, check = ASKED[kind]

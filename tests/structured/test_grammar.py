@@ -208,6 +208,7 @@ BAD = {
 }
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("name", BAD)
 def test_what_is_no_grammar_is_refused_with_the_reason(compiler, name):
     with pytest.raises(InvalidRequestError) as caught:

@@ -88,6 +88,7 @@ def rendered(tokenizer: Any, chat: list[dict[str, Any]], tools: list[dict[str, A
     return tokenizer.apply_chat_template(chat, tools=tools, tokenize=False, add_generation_prompt=True)
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_a_chat_is_rendered_alike(smollm2, tmp_path, template):
     settings = {} if template is None else {"chat_template": template}
@@ -106,6 +107,7 @@ def outcome(tokenizer: Any, chat: list[dict[str, Any]], tools: list[dict[str, An
         return type(error), str(error)
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize(
     "template",
     [

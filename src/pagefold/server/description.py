@@ -6,7 +6,11 @@ once, and no route repeats it.
 
 from __future__ import annotations
 
+from threading import Lock
 from typing import TYPE_CHECKING, Any
+
+from starlette.responses import JSONResponse
+from starlette.routing import Route
 
 from pagefold.server.anthropic.errors import is_anthropic
 from pagefold.server.ignored import IGNORED_HEADER
@@ -14,6 +18,7 @@ from pagefold.server.keys import TRAFFIC_PATHS, Locks, is_for_admin
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
+    from starlette.requests import Request
 
     from pagefold.config import ServerConfig
 
@@ -84,8 +89,28 @@ _RETRY_AFTER = {
 
 
 def describe(app: FastAPI, config: ServerConfig) -> None:
-    """Have ``app`` describe itself so; call it when all routes are there."""
-    document = app.openapi()  # FastAPI keeps it, and hands the same one out from now on
+    """Have ``app`` describe itself so, when it is first asked; call it when all routes are there.
+
+    Most of a second goes into it. So a start does without, and whoever asks waits for it beside the event loop.
+    """
+    of_fastapi = app.openapi
+    lock = Lock()
+
+    def openapi() -> dict[str, Any]:
+        with lock:
+            if app.openapi_schema is None:
+                _complete(of_fastapi(), config)
+            return of_fastapi()
+
+    def read_openapi(_: Request) -> JSONResponse:
+        return JSONResponse(openapi())
+
+    app.openapi = openapi  # type: ignore[method-assign]  # as FastAPI has it done
+    # In front of FastAPI's own route, which would do it on the event loop.
+    app.router.routes.insert(0, Route("/openapi.json", read_openapi, include_in_schema=False))
+
+
+def _complete(document: dict[str, Any], config: ServerConfig) -> None:
     locks = Locks.of(config)
     for path, methods in document["paths"].items():
         for method, operation in methods.items():
