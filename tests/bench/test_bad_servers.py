@@ -156,6 +156,7 @@ def test_a_broken_stream_is_a_failed_request_with_a_reason(server: Server, scrip
     assert (figures["completed"], figures["failed"], figures["total_output_tokens"]) == (0, 2, 0)
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("script", [[30.0], [text("a"), 30.0], [part for _ in range(300) for part in (text("a"), 0.1)]])
 def test_a_server_that_never_ends_is_left(server: Server, script: list):
     server.script = script
@@ -171,7 +172,7 @@ def test_an_end_without_done_is_an_end_if_a_reason_is_given(server: Server):
     assert record.error == ""
 
 
-@pytest.mark.quick(every=2)
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize(
     ("models", "words"),
     [
@@ -215,6 +216,7 @@ def test_a_server_that_counts_no_tokens_is_measured_with_prompts_of_a_file(serve
     assert "counted no tokens of its prompts" in plan.stderr
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize(
     "metrics", [b"\xff\xfe", b"vllm:num_requests_running e\n", b"vllm:num_requests_running NaN\n", b"{" * 1000]
 )

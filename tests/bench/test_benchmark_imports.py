@@ -22,6 +22,7 @@ def _imports(tree: ast.AST) -> list[tuple[str, str]]:
     return [(node.module or "", alias.name) for node in found for alias in node.names]
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 def test_every_name_that_is_imported_is_there(script, monkeypatch):
     monkeypatch.setattr(sys, "path", [*map(str, FOLDERS), *sys.path])

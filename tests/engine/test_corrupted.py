@@ -114,7 +114,7 @@ def check_ended(found, name, index=0, num_tokens=0):
     assert "NaN or infinite" in last.error
 
 
-@pytest.mark.quick(every=3)
+@pytest.mark.quick(every=9)
 @pytest.mark.parametrize("way", ["nan", "inf", "-inf"])
 @pytest.mark.parametrize(
     "how", [{}, {"n": 3, "temperature": 0.9}, {"temperature": 0.9}, {"logprobs": 3}, {"prompt_logprobs": 2}], ids=str
@@ -165,7 +165,7 @@ def damaged_model(tiny_chat_model, tmp_path_factory):
     return make
 
 
-@pytest.mark.quick(every=6)
+@pytest.mark.quick(every=12)
 @pytest.mark.parametrize("number", [math.nan, math.inf])
 @pytest.mark.parametrize(
     "how",

@@ -119,7 +119,7 @@ def test_steps_that_have_no_room_for_drafts_need_no_draft_model(folders):
     assert not plan.capacity.draft_bytes
 
 
-@pytest.mark.quick(every=2)
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_tokens_that_only_the_model_knows_do_no_harm(tiny_chat_model, tmp_path, dtype):
     """Embeddings are padded, and not to the same number: with the same tokenizer one may take more ids."""

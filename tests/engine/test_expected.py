@@ -53,7 +53,7 @@ def only_in_the_store(llm, tokens):
     pytest.fail("some of it is still here")
 
 
-@pytest.mark.quick(every=2)
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize(("tier", "returns_in_s"), [("disk", SOON), ("disk", None), ("remote", SOON)])
 def test_blocks_come_before_they_are_asked_for(tiny_chat_model, tier, returns_in_s):
     llm = TieredLLM(str(tiny_chat_model), policy="write_through", tier=tier)

@@ -266,6 +266,7 @@ def tiers(tmp_path):
         yield found
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("codec", long_but(["auto"], ["auto", "int8"]))
 @pytest.mark.parametrize(
     "tier", ["disk", pytest.param("remote", marks=pytest.mark.skipif(not REDIS_SERVER, reason=NO_REDIS))]

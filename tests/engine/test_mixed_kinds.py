@@ -168,6 +168,7 @@ def hold(house, expected, asks=ASKS):
         assert {house.ends[ask.name, index] for index in range(ask.sampling.n)} == {"length"}
 
 
+@pytest.mark.long
 def test_samples_of_both_kinds_part_within_a_chunk_and_each_packs_it(calibrated, expected):
     house = House(calibrated)
     for is_warm in (False, True):

@@ -247,6 +247,7 @@ def test_leaving_while_waiting_prefilling_and_decoding():
     assert house.histogram("vllm:time_to_first_token_seconds")[0] == 1
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("num_steps", [0, 1], ids=["waiting", "prefilling"])
 @pytest.mark.parametrize("reason", ["abort", "timeout"])
 def test_samples_that_never_began_end_too(reason, num_steps):

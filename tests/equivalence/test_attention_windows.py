@@ -84,6 +84,7 @@ def test_boundaries_of_windows_blocks_and_splits(window, is_chunked):
     hold(make_case(SHAPES[1], [*edges, Lengths(250, 300)], per_head=False, seed=window, rules=rules, trims=True))
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("rule", [KeepRule(300), KeepRule(40), KeepRule(300, is_chunked=True)], ids=str)
 def test_what_others_share_is_not_told(rule):
     """Sequences that lean on blocks of each other, some of which only one of them has kept."""

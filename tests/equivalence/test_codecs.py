@@ -203,6 +203,7 @@ def test_levels_are_those_that_normal_numbers_need():
     assert (ours - vectors).square().mean() < 5 / 6 * (equal - vectors).square().mean()
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("head_dim", [4, 20, 32, 40, 64, 96, 128, 256])
 @pytest.mark.parametrize("kind", ["fitted", "flat", "empty", "plain"])
 def test_products_are_the_same_in_a_basis(head_dim, kind):

@@ -95,6 +95,7 @@ def test_any_number_of_splits_gives_the_same(num_splits, interpreter):
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sharpness", long_but([30.0], [1.0, 30.0]))
 @pytest.mark.parametrize("softcap", long_but([5.0], [0.0, 5.0]))
 def test_soft_capping_and_sharp_scores(sharpness, softcap, interpreter):
@@ -157,6 +158,7 @@ def test_windows_of_scores_that_are_capped_or_have_sinks(num_splits, interpreter
     interpreter(interpreted.attend, SMALL, EDGES[-5:], "float32", BOUNDS["float32"], **made)
 
 
+@pytest.mark.long
 def test_a_window_costs_the_same_at_any_length(interpreter):
     """In tiles of entries: work begins where the first of them is seen."""
     for rule in (KeepRule(300), KeepRule(100, is_chunked=True)):
@@ -167,6 +169,7 @@ def test_a_window_costs_the_same_at_any_length(interpreter):
             assert 0 < short == long
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("num_padding", [1, 5])
 def test_rows_that_fill_up_a_batch_write_nothing(num_padding, interpreter):
     lengths = [Lengths(40, 1), Lengths(0, 1)]
@@ -289,6 +292,7 @@ def test_what_is_no_number_is_not_hidden(name, num_splits, interpreter):
     interpreter(interpreted.attend_to_none, name, num_splits)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", long_but(["bfloat16"], ["float16", "bfloat16"]))
 @pytest.mark.parametrize("name", long_but(QUICK_NAMES[1:2], QUICK_NAMES[:3]))
 def test_codes_are_computed_with_in_the_models_dtype(name, dtype, interpreter):
@@ -488,6 +492,7 @@ def test_no_register_is_spilled_on_an_h100(dtype, head_dim, compiler):
         assert compiler(name, dtype, head_dim, 4, (9, 0), **how) == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name", long_but(["int8_per_token_head"], ["int8_per_token_head", "int4_per_token_head", "kivi2"])
 )

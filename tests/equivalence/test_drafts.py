@@ -67,7 +67,7 @@ def test_outputs_are_those_of_generate(setting, tiny_folder, tiny_references):
         trial.assert_exact(references)
 
 
-@pytest.mark.quick(every=2)
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "setting"),
     pairs_but(
@@ -153,7 +153,7 @@ def test_outputs_of_the_overlapped_loop_are_those_of_generate(is_late, tiny_fold
     assert trial.engine.num_ahead
 
 
-@pytest.mark.quick(every=2)
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("how", "setting"),
     pairs_but({"kivi2": ["warm"], "streaming_llm": ["failed steps, chunks of 17, warm"]}, CODES, FEW),

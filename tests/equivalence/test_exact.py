@@ -33,7 +33,7 @@ UNBOUNDED = [family for family in FAMILIES if family not in WINDOWED]
 FULL = Workload(full_prompts(VOCAB_SIZE), num_outputs=40)
 
 
-@pytest.mark.quick(every=6)
+@pytest.mark.quick(every=12)
 @pytest.mark.parametrize(("family", "setting"), deal(["llama", "qwen3", "mistral"], SETTINGS[::3], every=6))
 def test_outputs_are_those_of_generate(family, setting, tiny_folder, tiny_references):
     trial = Trial(setting, SHORT, tiny_folder(family))
@@ -49,7 +49,7 @@ def test_outputs_are_those_of_generate_in_other_settings(setting, tiny_folder, t
     trial.assert_exact(tiny_references("llama", SHORT.num_outputs))
 
 
-@pytest.mark.quick(every=3)
+@pytest.mark.quick(every=9)
 @pytest.mark.parametrize(("family", "setting"), pairs_but(ONE_EACH, MORE_FAMILIES, FEW_SETTINGS))
 def test_outputs_of_more_families_are_those_of_generate(family, setting, tiny_folder, tiny_references):
     trial = Trial(setting, SHORT, tiny_folder(family))

@@ -201,6 +201,7 @@ def model_of(tiny_folder):
     return make
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("family", BEYOND_WINDOWS)
 def test_windows_matter(family, model_of):
     """Without them the tiny models say something else: so what is held above, is held of windows."""

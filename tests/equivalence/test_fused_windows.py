@@ -47,6 +47,7 @@ def _groups(runner):
     return len(runner.geometry.groups)
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("family", WINDOWS)
 def test_logits_are_near_those_of_transformers(family, tiny_folder, tiny_references):
     """A ragged batch, then one token more for each of its sequences, against float64 without a cache."""
@@ -195,7 +196,7 @@ CHANGES = [
 ]
 
 
-@pytest.mark.quick(every=3)
+@pytest.mark.quick(every=9)
 @pytest.mark.parametrize(("family", "change"), CHANGES, ids=str)
 def test_what_a_config_says_matters(family, change, tiny_folder, tmp_path):
     """Else the tests above would not tell a decoder that does not listen."""

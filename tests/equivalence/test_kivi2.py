@@ -92,7 +92,7 @@ def alone(tiny_folder):
     return make
 
 
-@pytest.mark.quick(every=3)
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize(
     "setting",
     [pytest.param(one, marks=[] if one.name in QUICK else pytest.mark.long) for one in ALL_SETTINGS],
@@ -146,6 +146,7 @@ def hold(case, **how):
     hold_slabs(plain, slab)
 
 
+@pytest.mark.long
 @settings(max_examples=15, suppress_health_check=list(HealthCheck))
 @given(shape=st.sampled_from(SHAPES[:2]), sequences=SEQUENCES, seed=st.integers(0, 2**32))
 def test_the_kernel_reads_and_seals_what_the_reference_does(shape, sequences, seed):

@@ -59,7 +59,7 @@ def _hold(setting, workload, form, folder, alone):
 _SHORT_SETTINGS = [one for one in ALL_SETTINGS if one.name in {"batched, chunks of 512", "chunks of 17", "host tier"}]
 
 
-@pytest.mark.quick(every=2)
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("setting", _SHORT_SETTINGS, ids=lambda setting: setting.name)
 @pytest.mark.parametrize("form", [BFLOAT16, INT8], ids=str)
 def test_outputs_are_those_alone(form, setting, tiny_folder, alone_in):
@@ -84,7 +84,7 @@ def test_outputs_are_those_alone_in_full(family, form, setting, tiny_folder, alo
     _hold(setting, FULL, form, tiny_folder(family), alone_in(family, form, FULL.num_outputs))
 
 
-@pytest.mark.quick(every=3)
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("form", FORMATS, ids=str)
 def test_logits_are_the_same_to_the_bit_in_any_company(form, tiny_folder):
     """Alone or among others, in one chunk or many, over shared blocks or its own, with one thread or two."""

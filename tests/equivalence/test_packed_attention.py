@@ -50,7 +50,7 @@ def test_capped_scores_and_learned_sinks(change):
     case.hold(each(case, 60), FLOAT32_BOUND)
 
 
-@pytest.mark.quick(every=2)
+@pytest.mark.long
 @pytest.mark.parametrize("in_pairs", [False, True], ids=["numbers", "pairs"])
 @settings(max_examples=15, suppress_health_check=list(HealthCheck))
 @given(data=st.data(), seed=st.integers(0, 2**32), keeper=st.sampled_from(sorted(KEEPERS)))

@@ -92,7 +92,7 @@ def hold_writes(case, slab):
     assert torch.equal(slab.data.view(torch.int16), expected.data.view(torch.int16))
 
 
-@pytest.mark.quick(every=2)
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @settings(max_examples=6, suppress_health_check=list(HealthCheck))
 @given(sequences=SEQUENCES, per_head=st.booleans(), seed=st.integers(0, 2**32))

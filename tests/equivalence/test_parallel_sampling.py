@@ -87,7 +87,7 @@ def test_every_sample_is_that_of_transformers(setting, tiny_folder, logits_of):
     assert len(distinct) > len(trial.workload.prompts), "samples of a prompt are the same"
 
 
-@pytest.mark.quick(every=2)
+@pytest.mark.long
 @pytest.mark.parametrize("caching", [True, False])
 def test_prompts_of_every_length_are_forked_rightly(tiny_folder, logits_of, caching):
     """From a block with one token to a full one: what is copied on write is what the prompt left there."""

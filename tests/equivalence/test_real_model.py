@@ -103,6 +103,7 @@ def test_every_logit_is_near_the_reference(setting, smollm2, real_references):
     hold_logits(real_references(8, 160, 12), setting, smollm2)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("one_thread")
 def test_free_running_outputs_are_the_references(smollm2, real_references):
     hold_free_running(real_references(8, 160, 12), PLAIN, smollm2)
@@ -120,6 +121,7 @@ def test_free_running_outputs_are_the_references_in_full(setting, smollm2, real_
     hold_free_running(real_references(16, 1000, 32), setting, smollm2)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("one_thread")
 def test_rounding_is_no_worse_than_torchs(smollm2):
     """Logits against float64: float32 of the fused decoder is about as near as float32 of transformers is."""

@@ -71,6 +71,7 @@ def test_families_say_what_the_paper_says(family, tiny_folder, twin):
     trial.assert_exact(twin(family))
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("setting", IN_SETTINGS)
 def test_no_setting_changes_a_token(setting, tiny_folder, twin):
     workload = FEW if setting.name in QUICK else SHORT

@@ -214,6 +214,7 @@ def test_steps_planned_ahead_change_nothing(calm, tiny_chat_model):
     assert ahead.reasons == calm.reasons
 
 
+@pytest.mark.long
 def test_preemption_and_failed_steps_change_nothing(calm, tiny_chat_model):
     harsh = Run(tiny_chat_model, is_harsh=True)
     harsh.run(requests_of(harsh.engine.tokenizer))

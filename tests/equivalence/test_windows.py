@@ -298,6 +298,7 @@ def test_a_conversation_goes_on_from_what_slow_tiers_have_of_it(codec, tiny_fold
     assert core.host.num_loaded == num_path + num_window
 
 
+@pytest.mark.long
 def test_steps_that_fail_cost_no_window(tiny_folder, tiny_references):
     setting = Setting(
         name="failing",

@@ -34,7 +34,7 @@ def commands_in(page: Path) -> list[str]:
 PYTHON = blocks_of("python")
 
 
-@pytest.mark.quick(every=6)
+@pytest.mark.quick(every=12)
 @pytest.mark.parametrize("code", PYTHON, ids=range(len(PYTHON)))
 def test_python_runs(server, code, tmp_path):
     for asked, less in LESS.items():

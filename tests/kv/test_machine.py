@@ -1211,6 +1211,7 @@ WORTH_TESTING = (
 )
 
 
+@pytest.mark.long
 @IN_FULL
 def test_what_is_worth_testing_happens(in_full: bool) -> None:
     """A control: the driver reaches the corners that it exists for."""

@@ -29,7 +29,7 @@ def test_every_block_holds_what_it_must_for_long(name, seed):
     driver.run(800)
 
 
-@pytest.mark.quick(every=3)
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("name", RULES)
 def test_what_comes_back_from_the_host_holds_what_it_must(name, seed):
@@ -47,6 +47,7 @@ def test_nothing_is_published_where_caching_is_off(name):
     assert driver.num_hits == 0
 
 
+@pytest.mark.long
 def test_random_operations_meet_what_matters():
     """Else the tests above would show nothing."""
     hits = packed = short = joined = alone = 0

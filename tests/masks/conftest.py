@@ -15,7 +15,8 @@ _WORDS = ("the", "of", "and", "whale", "ship", "captain", "sea", "union", "state
 
 @pytest.fixture
 def story() -> str:
-    sentences = [" ".join(random.choices(_WORDS, k=random.randrange(4, 14))).capitalize() + "." for _ in range(700)]
+    draw = random.Random(5)
+    sentences = [" ".join(draw.choices(_WORDS, k=draw.randrange(4, 14))).capitalize() + "." for _ in range(700)]
     return "\n".join(sentences)
 
 

@@ -268,6 +268,7 @@ def test_a_salt_a_request_costs_no_more_than_the_last_few() -> None:
     assert (first.end, first.cause, first.fields) == (40, Cause.OTHER_NAMESPACE, ("cache_salt",))
 
 
+@pytest.mark.long
 def test_what_has_ended_is_dropped_whole() -> None:
     """Short prompts do not use up the room for texts: they are dropped by number, and nothing of them stays."""
     house = House(num_blocks=400)

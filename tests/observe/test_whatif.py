@@ -81,7 +81,7 @@ def test_a_request_that_comes_back_is_not_counted_again():
     assert asked_of(told.uses) == (48, 12)
 
 
-@pytest.mark.quick(every=3)
+@pytest.mark.quick(every=12)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_ghost_that_sees_all_is_the_cache_itself(policy):
     house = House(num_blocks=32)

@@ -168,7 +168,7 @@ def test_a_checkpoint_s_own_quantization_is_taken():
     )
 
 
-@pytest.mark.quick(every=4)
+@pytest.mark.long
 @pytest.mark.parametrize(
     "max_model_len", ["auto", *(pytest.param(length, marks=pytest.mark.long) for length in (None, 4096))]
 )
@@ -224,6 +224,7 @@ def test_the_reached_number_is_between_full_lengths_and_prompts(prompt, output, 
     assert reached.mean >= 0.7 * num_blocks / rounding.full_blocks - 1
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("num_blocks", [53, 62])
 def test_short_outputs_do_not_end_faster_than_others_come(num_blocks):
     """One block each, ten steps long: what ends in a step must have as many behind it that wait."""
@@ -237,6 +238,7 @@ def test_a_bound_on_sequences_is_kept():
     assert found.mean == pytest.approx(7, rel=0.05)
 
 
+@pytest.mark.long
 def test_a_likeness_of_a_large_pool_is_as_the_pool_itself(monkeypatch):
     pool = Pool(8000, 16, None, 8192)
     likeness = reach(pool, FIXED, footprint=38, with_sharing=False)

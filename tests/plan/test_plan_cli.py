@@ -25,6 +25,7 @@ def run(*arguments: str):
     return RUN.invoke(app, ["plan", *arguments], env={"COLUMNS": "120"})
 
 
+@pytest.mark.long
 def test_json_has_every_figure():
     result = run("meta-llama/Llama-3.1-70B", "--device", "H100-80GB", "-tp", "4", "--price-per-hour", "2.5", "--json")
     assert result.exit_code == 0, result.output
@@ -44,6 +45,7 @@ def test_tables_are_for_people():
         assert words in result.stdout
 
 
+@pytest.mark.long
 def test_a_page_stands_alone(tmp_path):
     page = tmp_path / "plan.html"
     assert run("Llama-3.1-8B", "--device", "A100-80GB", "--html", str(page)).exit_code == 0

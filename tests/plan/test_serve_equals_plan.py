@@ -370,7 +370,7 @@ def test_as_many_requests_run_at_once_as_planned(family, input_len, output_len, 
     assert sum(steady) / len(steady) == pytest.approx(plan.load.reached.mean, rel=0.02)
 
 
-@pytest.mark.quick(every=4)
+@pytest.mark.quick(every=16)
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_auto_is_the_same_dtype_on_both_sides(family, tiny_folder, free_bytes):
     folder = tiny_folder(family)

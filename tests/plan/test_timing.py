@@ -118,6 +118,7 @@ def test_a_saving_is_what_the_same_load_costs_less():
     assert technique.monthly_saving == pytest.approx(3 * 720 * (1 - 1 / times), rel=0.05)
 
 
+@pytest.mark.long
 def test_without_peaks_a_saving_is_by_requests_at_once():
     bare = replace(H100, bandwidth=None, flops_16=None, flops_8=None)
     technique = next(

@@ -178,6 +178,7 @@ def test_rounded_blocks_are_found_behind_the_chunk_that_was_attended_exactly(
         Subject(Setting("x", transport="lossy7"), _config(tiny_chat_model, kv_cache_dtype="fp8_e4m3"))
 
 
+@pytest.mark.long
 def test_an_evaluation_of_the_same_finds_nothing(tiny_chat_model: Path, story: Text) -> None:
     settings = [Setting("again"), Setting("int8", {"kv_cache_dtype": "int8_per_token_head"})]
     question = Question(settings, [story], context_len=_LENGTH, num_contexts=5, num_greedy_tokens=8, num_haystacks=1)

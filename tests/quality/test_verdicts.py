@@ -251,6 +251,7 @@ def test_the_command_measures_keeps_and_recommends(
     assert "recommended: --kv-cache-dtype int8" in again.output
 
 
+@pytest.mark.long
 def test_number_formats_are_compared_with_float32_in_one_run(
     tiny_chat_model: Path, own_cache: Path, story: Text, tmp_path: Path
 ) -> None:

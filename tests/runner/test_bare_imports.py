@@ -74,6 +74,7 @@ def ran(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
 
+@pytest.mark.long
 def test_a_step_runs_without_them(tmp_path):
     ended = ran(PROGRAM + COMPLETE, str(tmp_path))
     assert ended.returncode == 0, ended.stderr

@@ -44,7 +44,7 @@ def one_thread():
     torch.set_num_threads(num_threads)
 
 
-@pytest.mark.quick(every=3)
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("keeper", KEEPERS)
 @pytest.mark.parametrize("size", [90, 32, 13])
 def test_it_is_dense_attention_under_the_mask(keeper, size):
@@ -52,7 +52,7 @@ def test_it_is_dense_attention_under_the_mask(keeper, size):
     case.hold(case.run_each(size), FLOAT64_BOUND)
 
 
-@pytest.mark.quick(every=3)
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_heads_of_all_sizes_are_dense_attention(shape):
     case = PackedCase(shape, [200], KEEPERS["half"], chunk_size=64)
@@ -108,6 +108,7 @@ def test_a_result_does_not_tell_how_a_prompt_was_cut(keeper, dtype):
         assert torch.equal(*case.run_each(size, dtype), whole), f"in steps of {size}"
 
 
+@pytest.mark.long
 def test_a_result_does_not_tell_how_a_long_prompt_was_cut():
     case = PackedCase(ONE_HEAD, [1030], KEEPERS["half"])
     (whole,) = case.run_each(1030, torch.float32, gives_back=False)
@@ -116,6 +117,7 @@ def test_a_result_does_not_tell_how_a_long_prompt_was_cut():
         assert torch.equal(*case.run_each(size, torch.float32), whole), f"in steps of {size}"
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_heads_of_all_sizes_do_not_tell_how_a_prompt_was_cut(shape):
     case = PackedCase(shape._replace(num_layers=1), [140], KEEPERS["half"], chunk_size=48)

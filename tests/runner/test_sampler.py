@@ -133,7 +133,7 @@ def test_a_token_of_no_weight_is_never_drawn(logits, banned, how, seed, index):
     assert token in drawn_by_twin(logits, how, seed, index)
 
 
-@pytest.mark.quick(every=4)
+@pytest.mark.quick(every=12)
 @pytest.mark.parametrize("sharpness", [0.01, 0.5, 6.0])
 @pytest.mark.parametrize("top_k", [0, 1, 1000, 1024, 1025, 2500, 2999, 3000])
 @pytest.mark.parametrize("top_p", [1e-6, 0.4, 0.95, 1.0])
@@ -304,7 +304,7 @@ SHAPES = {
 }
 
 
-@pytest.mark.quick(every=3)
+@pytest.mark.quick(every=9)
 @pytest.mark.parametrize("many", ["draws", "seeds"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_many_draws_follow_peaked_and_flat_and_long_tailed_distributions(shape, many):
@@ -362,6 +362,7 @@ def test_greedy_rows_stay_greedy_among_random_ones():
 # Rounding.
 
 
+@pytest.mark.long
 def test_rounding_hardly_ever_changes_a_draw():
     """20,000 draws of 49,152 tokens, all of them about as likely, each from logits with and without noise of 1e-5.
 

@@ -170,7 +170,7 @@ def test_faults_say_nothing():
     assert forecasts.forecast(asked(1000)).most_tokens == 10
 
 
-@pytest.mark.quick(every=2)
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize("drift", ["none", "slow", "jump"])
 @pytest.mark.parametrize("seed", range(3))
 def test_intervals_hold_8_in_10(drift, seed):

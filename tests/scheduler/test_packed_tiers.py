@@ -321,6 +321,7 @@ def test_after_a_restart_all_of_a_path_comes_back(name, num_tiers):
     assert house.core.slow.arbiter.regret_s == 0
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("name", RULES)
 def test_where_one_block_of_a_chunk_is_gone_what_lies_before_it_is_found(name):
     house = House(RULES[name], Random(0), 90, 400)

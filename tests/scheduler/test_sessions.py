@@ -678,6 +678,7 @@ def test_paths_beyond_the_most_of_a_session_are_like_all_others():
     assert not list(expectations.ends())
 
 
+@pytest.mark.long
 def test_what_ended_while_a_request_of_its_session_runs_is_not_kept_for_good():
     server = Server(2000)
     server.add(tokens_of(500, 16), "one", num_output=5000)

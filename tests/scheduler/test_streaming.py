@@ -228,6 +228,7 @@ def test_many_random_operations():
         random_operations(seed, 1000)
 
 
+@pytest.mark.long
 def test_what_is_worth_testing_happens():
     """A control: the machine reaches the corners that it exists for."""
     events = [event for seed in range(100, 110) for event in random_operations(seed, 300).events]

@@ -117,7 +117,7 @@ def random_operations(seed, num_operations):
     operate(machine, rng, num_operations)
 
 
-@pytest.mark.quick(every=3)
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("seed", range(24))
 def test_random_operations(seed):
     random_operations(seed, 250)

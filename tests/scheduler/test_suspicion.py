@@ -121,7 +121,7 @@ def test_one_that_comes_to_127():
     assert course.steps[1][0] == [f"r{index}" for index in range(NUM_REQUESTS - 1)], "without the newly admitted"
 
 
-@pytest.mark.quick(every=4)
+@pytest.mark.quick(every=12)
 @pytest.mark.parametrize(
     "places",
     [(0, 1, 2), (5, 64, 127), (125, 126, 127), (31, 32, 33), range(0, 128, 8), range(20)],

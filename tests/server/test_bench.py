@@ -113,6 +113,7 @@ def test_failed_requests_are_counted_and_are_exit_code_1(tiny):
     assert figures["mean_ttft_ms"] is None
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize(
     ("flags", "words"),
     [

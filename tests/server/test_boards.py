@@ -88,6 +88,7 @@ def asked() -> set[str]:
     return {name for text in (*expressions(), *variables, *rules) for name in _NAME.findall(text)}
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("name", VLLMS_BOARD)
 def test_the_panels_of_vllms_board_have_data(served, name):
     assert sum(value for (series, _), value in served.metrics().items() if series == name) > 0

@@ -383,6 +383,7 @@ def test_it_moves_little(browser: Chromium, stage: Stage) -> None:
     page.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_pictures_of_the_docs(browser: Chromium, stage: Stage, tmp_path: Path, theme: str) -> None:
     folder = Path(os.environ.get("PAGEFOLD_PICTURES") or tmp_path)

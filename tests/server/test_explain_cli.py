@@ -68,6 +68,7 @@ def _check_advice(server: LocalServer) -> None:
     assert f"{told['num_requests']} requests of the last" in output
 
 
+@pytest.mark.long
 def test_what_is_wrong_is_said(server: LocalServer) -> None:
     assert "No request of yours has that id" in run(server, "cmpl-nobody", status=2)
     assert "four questions" in run(server, "cmpl-nobody", "--last", "2", status=2)

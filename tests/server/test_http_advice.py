@@ -119,6 +119,7 @@ def test_too_little_memory(tiny_chat_model):
         server.close()
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize(("key", "sections", "tenants"), [(BETA, [], []), (ADMIN, ["system"], ["acme"])])
 def test_texts_are_for_their_owner(server, key, sections, tenants):
     for minute, question in enumerate(QUESTIONS):

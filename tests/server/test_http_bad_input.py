@@ -339,6 +339,7 @@ _BAD_CHATS = {
 }
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("case", _BAD_COMPLETIONS)
 def test_a_bad_completion_names_field_and_value(tiny, case):
     body, param, says = _BAD_COMPLETIONS[case]
@@ -347,6 +348,7 @@ def test_a_bad_completion_names_field_and_value(tiny, case):
     assert says in error["message"]
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("case", _BAD_CHATS)
 def test_a_bad_chat_names_field_and_value(tiny, case):
     body, param, says = _BAD_CHATS[case]
@@ -370,6 +372,7 @@ def test_the_server_goes_on(tiny):
     assert tiny.http.get("/health").status_code == 200
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize(
     ("num_prompt", "max_tokens"), [(2048, 1), (5000, None), (2040, 9), (1, 2048), (100_000, 1), (1, 10**30)]

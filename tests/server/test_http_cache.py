@@ -225,6 +225,7 @@ def test_a_request_that_needs_the_memory_gets_it_and_nobody_is_preempted(library
     assert library.metric("vllm:num_preemptions_total") == before
 
 
+@pytest.mark.long
 def test_a_running_request_that_grows_is_not_stopped_by_pins(library):
     for first in (0, 1000):
         warm(library, prompt=numbers(first, 256), pin=True)

@@ -75,6 +75,7 @@ def test_a_stream_has_openai_s_form(tiny):
     assert events[-1]["usage"]["completion_tokens"] == 6
 
 
+@pytest.mark.long
 def test_streamed_is_whole_for_any_bytes(tiny):
     """A random model at temperature 1 emits pieces of characters all the time; what they come to is the same text."""
     for seed in range(8):
@@ -239,6 +240,7 @@ def test_sixty_four_streams_at_once(tiny):
     assert len(set(together)) > 1
 
 
+@pytest.mark.long
 def test_streams_go_on_beside_whole_answers(tiny):
     """Requests of all kinds at once, more of them than there are blocks for: they wait, and all end."""
 

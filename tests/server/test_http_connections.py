@@ -79,6 +79,7 @@ def test_a_head_that_drips_is_given_up(strict):
     assert "0.5 s" in refused(answer, 408)
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("path", ["/v1/completions", "/no/such/route"])
 def test_a_body_that_drips_is_given_up(strict, path):
     """Also one that nobody reads, of a request that is answered already."""
@@ -157,6 +158,7 @@ def test_where_all_are_busy_one_more_is_refused(strict):
     assert all(answer.startswith(b"HTTP/1.1 200 ") for answer in answers)
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize(
     ("sent", "status", "said"),
     [

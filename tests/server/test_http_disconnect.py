@@ -132,6 +132,7 @@ ROUTES = {
 }
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.usefixtures("ends_by_abort")
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("path", ROUTES)

@@ -117,6 +117,7 @@ def test_logprobs_of_a_prompt_are_computed_again(server: LocalServer) -> None:
     assert causes(explain(server, second["id"])) == [(0, 40, "prompt_logprobs")]
 
 
+@pytest.mark.long
 def test_a_reset_and_an_eviction_are_told(server: LocalServer) -> None:
     first = ask(server, [10] * 40)
     assert causes(explain(server, first["id"])) == [(0, 40, "never_seen")]
@@ -288,6 +289,7 @@ def test_what_is_foretold_says_nothing_of_other_salts_and_tenants(server: LocalS
     assert foretell(server, {"prompt": prompt, "cache_salt": "one"})["cached_tokens"] == 32
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize(
     ("body", "param"),
     [

@@ -126,7 +126,7 @@ def refusal_of(response, status: int) -> dict:
 MODES = [GenerationMode.POSITIVE, GenerationMode.NEGATIVE]
 
 
-@pytest.mark.quick(every=2)
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.value)
 @pytest.mark.parametrize("path", POSTS)
 def test_what_comes_back_is_as_described(short, description, path, mode):
@@ -141,6 +141,7 @@ def test_so_it_is_in_2000_cases(short, description, path, mode):
     assert send(short, description, path, mode, num_cases) == num_cases
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("path", [*GETS, *ADMINS])
 def test_small_routes_answer_as_described(short, description, path):
     assert send(short, description, path, GenerationMode.POSITIVE, 10)

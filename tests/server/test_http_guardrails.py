@@ -190,6 +190,7 @@ def test_who_waits_to_be_judged_when_the_server_drains_is_judged(server):
     assert sorted(answer.status_code for answer in server.answers[number:]) == [200, 429]
 
 
+@pytest.mark.long
 def test_a_client_that_leaves_before_it_is_judged_leaves_nothing_behind(server):
     server.fill()
     connection = server.post_raw("/v1/completions", {**LONG, "stream": True})

@@ -109,7 +109,7 @@ class LoopClock:
             self._loop.call_soon(self._go_round)
 
 
-@pytest.mark.quick(every=3)
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("name", HOSTILE)
 def test_no_body_holds_the_event_loop(wide, name):
     path, body = HOSTILE[name]
@@ -151,6 +151,7 @@ def test_what_is_large_and_right_is_served(wide):
     assert len(wide.http.post(COMPLETIONS, json=ids).json().get("choices", ())) in (0, 40)
 
 
+@pytest.mark.quick(every=5)
 @pytest.mark.parametrize(
     ("path", "fields", "param", "said"),
     [
@@ -180,6 +181,7 @@ def test_large_text_that_is_no_json_is_a_415(wide):
     assert error_of(response, 415)
 
 
+@pytest.mark.long
 def test_a_killed_process_is_replaced(wide):
     """Whoever kills it: the body is tried again, and nobody notices."""
     body = json.dumps({"prompt": "a", "max_tokens": 1, "x": "y" * 100_000}).encode()

@@ -210,7 +210,7 @@ def test_a_call_that_must_be_is_one_that_is_allowed(client, choice, names, most)
             Draft202012Validator(SCHEMAS[block.name]).validate(block.input)
 
 
-@pytest.mark.quick(every=2)
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize(
     ("text", "blocks"),
     [
@@ -240,6 +240,7 @@ def test_a_call_that_is_cut_off(tiny, client):
     assert begun.keys() <= ARGUMENTS.keys()
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("arguments", ['{"a": 1e999}', '{"a": NaN}', '{"a": "\\ud83d"}', '{"a" 5}'])
 def test_arguments_that_json_cannot_tell_are_no_500(tiny, client, arguments):
     says(tiny, f'<tool_call>{{"name": "weather", "arguments": {arguments}}}</tool_call>')
@@ -426,6 +427,7 @@ BAD = {
 }
 
 
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize("case", BAD)
 def test_what_is_bad_or_not_here_is_refused_in_plain_words(tiny, case):
     body, words = BAD[case]

@@ -129,6 +129,7 @@ def test_best_of_as_many_as_asked_for_can_be_streamed(tiny):
     assert [finish_reasons(events, index) for index in range(2)] == [["length"], ["length"]]
 
 
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize("num_steps", [0, 1, 2, 5])
 def test_who_goes_away_takes_all_samples_along(tiny, num_steps):
     """Waiting at the door, in the step that forks, when the tails are copied, and later."""

@@ -126,7 +126,7 @@ def test_who_waits_for_its_cap_is_passed_and_told_so(server):
     assert "kv_cap" in waits
 
 
-@pytest.mark.quick(every=2)
+@pytest.mark.long
 @pytest.mark.parametrize("policy", ["fcfs", "fair"])
 def test_a_recording_of_tenants_with_quotas_is_replayed_to_the_block(tiny_chat_model, tmp_path, policy):
     server = server_of(tiny_chat_model, tmp_path / "trace.jsonl", scheduling_policy=policy)

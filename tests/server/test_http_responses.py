@@ -299,6 +299,7 @@ BAD = {
 }
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("case", BAD)
 def test_what_is_bad_or_not_kept_here_is_refused_by_name(tiny, case):
     body, param, says = BAD[case]

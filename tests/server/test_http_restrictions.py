@@ -102,6 +102,7 @@ def test_special_tokens_are_shown_if_asked_for(tiny, path):
 # Tiers of service.
 
 
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize("path", ROUTES)
 @pytest.mark.parametrize("tier", ["auto", "default", "flex", "scale", "priority"])
 def test_a_tier_is_told_back_and_changes_nothing_where_requests_come_in_order(tiny, path, tier):

@@ -144,6 +144,7 @@ def test_a_bias_a_penalty_and_min_tokens_do_what_they_say(tiny):
     assert tiny.complete(**cut, min_p=1)["choices"] == greedy != tiny.complete(**cut)["choices"]
 
 
+@pytest.mark.quick(every=5)
 @pytest.mark.parametrize(
     "field",
     [

@@ -53,6 +53,7 @@ def assert_of_schema(text):
     Draft202012Validator(SCHEMA).validate(json.loads(text))
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("seed", range(5))
 def test_a_chat_answers_in_json_of_the_schema(tiny, seed):
     (choice,) = tiny.chat("Plan a trip.", response_format=FORMAT, seed=seed)["choices"]
@@ -92,6 +93,7 @@ def test_completions_take_every_name_and_stream_the_same(tiny, fields):
     assert finish_reasons(events) == ["stop"]
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize(
     ("fields", "pattern"),
     [
@@ -208,6 +210,7 @@ def test_a_grammar_that_fails_on_the_way_is_the_client_s(tiny, monkeypatch):
     assert error["param"] == "structured_outputs"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("temperature", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_the_built_in_model_answers_in_json(smol, temperature):
     answer = smol.chat("Plan a trip.", response_format=FORMAT, temperature=temperature, seed=1, max_tokens=300)

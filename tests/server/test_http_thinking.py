@@ -139,6 +139,7 @@ def test_thinking_is_told_beside_the_answer(server):
     assert events[-1]["usage"]["completion_tokens_details"] == {"reasoning_tokens": num_thought}
 
 
+@pytest.mark.quick(every=2)
 def test_openai_s_client_sees_it(server):
     says(server, TEXT)
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S) as client:
@@ -184,6 +185,7 @@ def test_a_stop_string_may_lie_in_thinking_or_across_its_end(server):
     assert (message["reasoning"], message["content"]) == (THOUGHT, "Ye")
 
 
+@pytest.mark.quick(every=2)
 def test_every_choice_thinks_for_itself_and_keeps_its_logprobs(server):
     fields = {"n": 3, "seed": 5, "max_tokens": 24, "logprobs": True, "logit_bias": {str(END_ID): 6.5}}
     fields |= {"chat_template_kwargs": {"open_thinking": True}}
@@ -321,6 +323,7 @@ def test_an_answer_behind_thinking_is_what_was_asked_for(server, seed, opens):
     assert call["function"]["name"] in ("compare", "forget")
 
 
+@pytest.mark.quick(every=2)
 def test_only_allowed_tools_are_called_and_the_prompt_shows_all(server):
     which = {"mode": "required", "tools": [{"type": "function", "function": {"name": "compare"}}]}
     allowed = {"type": "allowed_tools", "allowed_tools": which}

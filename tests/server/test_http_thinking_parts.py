@@ -182,6 +182,7 @@ def test_thoughts_are_items_of_responses(server, responses):
     assert {event.item_id for event in deltas} == {events[-1].response.output[0].id}
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("is_stored", [True, False])
 def test_a_conversation_goes_on_after_thoughts(server, responses, is_stored):
     """By its id, and by sending all of it back, the template is told the same: what chats tell it."""

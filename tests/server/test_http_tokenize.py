@@ -123,6 +123,7 @@ def test_where_nothing_is_proven_of_a_texts_tokens_its_characters_are_bounded(ti
     assert "at most 2048 are read" in error["message"]
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize(
     ("path", "body"),
     [

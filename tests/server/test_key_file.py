@@ -309,6 +309,7 @@ def test_unknown_keys_are_refused_and_not_shown(shared, key, caplog):
 # As users start it.
 
 
+@pytest.mark.long
 def test_a_served_key_file(tiny_chat_model, tmp_path):
     path = written(tmp_path, FILE, 0o644)
     flags = (
@@ -335,7 +336,7 @@ def test_a_served_key_file(tiny_chat_model, tmp_path):
     assert "sk-" not in output
 
 
-@pytest.mark.quick(every=3)
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize(
     ("text", "flags", "said"),
     [

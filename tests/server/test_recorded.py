@@ -81,7 +81,7 @@ LIMITED = {
         ("learned", 40, None, {"admission": "prompt"}),
         pytest.param(("weighted", 0, {"method": "tree"}, {"admission": "prompt"}), marks=pytest.mark.long),
         pytest.param(("auto", 0, None, {"admission": "prompt"}), marks=pytest.mark.long),
-        ("learned", 0, None, LIMITED),
+        pytest.param(("learned", 0, None, LIMITED), marks=pytest.mark.long),
     ],
     ids=["with a host tier", "weighted, with drafts", "auto", "with predictions and limits"],
 )
@@ -166,6 +166,7 @@ def test_a_replay_finds_and_evicts_what_the_server_did(recorded):
     assert any(step.damaged for step in steps) == bool(recording.settings.num_host_blocks)
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("num_samples", [1, 3])
 def test_requests_whose_logits_were_no_numbers_are_replayed(poisoned_chat_model, tmp_path, caplog, num_samples):
     """In a prompt that goes on from what is cached, and in what was sampled; beside others."""
@@ -221,6 +222,7 @@ def test_a_recording_holds_no_text(recorded, tiny_chat_model):
     assert not tokens & set(hashes)
 
 
+@pytest.mark.quick(every=2)
 def test_a_recording_is_a_trace(recorded):
     trace = read_trace(recorded)
     assert len(trace.requests) > 72
@@ -238,6 +240,7 @@ def test_a_recording_is_simulated_with_other_settings_too(recorded):
     assert report.num_hit_tokens > by_ids.num_hit_tokens  # which do not tell inside blocks, nor what was answered
 
 
+@pytest.mark.quick(every=2)
 def test_of_a_recording_that_was_cut_off_all_that_is_there_is_replayed(recorded, tmp_path):
     """Wherever it was cut, in the middle of a line too: requests that were running then have no outputs in it."""
     content = recorded.read_text()
@@ -310,6 +313,7 @@ def test_a_recording_written_by_hand(tmp_path):
     assert CliRunner().invoke(app, ["simulate", str(file)]).exit_code == 0
 
 
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize(
     ("lines", "message"),
     [

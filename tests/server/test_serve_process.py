@@ -105,6 +105,7 @@ def test_a_body_that_never_ends_holds_nothing_up(tiny_process):
     assert "Traceback" not in server.output()
 
 
+@pytest.mark.long
 def test_the_door_is_open_while_the_model_loads(tiny_chat_model):
     """Alive, not ready, requests refused with a reason; and SIGTERM ends it at any time."""
     with contextlib.closing(_Loading(str(tiny_chat_model))) as server:
@@ -308,6 +309,7 @@ def test_missing_dependencies_are_named(monkeypatch):
     ]
 
 
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize("arguments", [["--help"], ["serve", "--help"], ["models", "--help"], ["--version"]])
 def test_help_imports_nothing_heavy(arguments):
     code = (

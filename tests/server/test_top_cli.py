@@ -71,6 +71,7 @@ def test_it_shows_a_server_once(server: LocalServer) -> None:
     assert [one["id"] for one in told["requests"]] == [f"{id_}-0" for id_ in reversed(ids)]
 
 
+@pytest.mark.long
 def test_tiers_evictions_and_prefixes_are_shown(stage: Stage) -> None:
     output = run(stage.url, "--once")
     assert re.search(r"host ─+\n[▒·]+\n▒ 960 cached", output)

@@ -112,6 +112,7 @@ def test_what_is_refused_is_told_by_line_and_the_rest_is_warmed(empty, tmp_path)
     assert hit(empty, list(range(200, 310))) == 96
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize(
     ("lines", "said"),
     [

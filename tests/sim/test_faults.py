@@ -114,7 +114,7 @@ def trust_what_comes_back(monkeypatch) -> None:
     monkeypatch.setattr(shadow_runner._Stored, "is_damaged", False)
 
 
-@pytest.mark.quick(every=3)
+@pytest.mark.long
 @pytest.mark.parametrize(
     "plant",
     [

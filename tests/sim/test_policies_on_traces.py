@@ -189,7 +189,7 @@ def test_belady_finds_as_much_as_any_choice_of_victims(seed: int) -> None:
     assert found == max(best.values())
 
 
-@pytest.mark.quick(every=3)
+@pytest.mark.quick(every=12)
 @pytest.mark.parametrize("policy", [*POLICIES, BELADY])
 def test_golden_hit_ratios(policy: str) -> None:
     """What each finds of one generated workload, to the block: a change of a policy shows here."""

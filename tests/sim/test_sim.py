@@ -154,6 +154,7 @@ def test_outputs_are_what_the_workload_said_they_would_be():
         assert request.output_token_ids == [hashed_token(request.seed, draw) for draw in range(num_answer)]
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("policy", ["lru", "lfu", "fifo"])
 def test_figures_agree_with_the_requests(policy):
     requests = SMALL.requests()

@@ -84,6 +84,7 @@ def test_full_mode_tells_what_requests_met():
     assert all(0 <= each["use"] <= 1 for each in over_time)
 
 
+@pytest.mark.long
 def test_admission_and_scheduling_policy_are_the_servers():
     asked = SMALL, "--policy", "lru", "--cache-tokens", "4000"
     told = {rule: answer(*asked, "--admission", rule) for rule in ("predicted", "prompt", "max_tokens")}
@@ -200,7 +201,7 @@ def test_without_matplotlib_a_picture_is_refused_before_anything_runs(monkeypatc
 # What it refuses.
 
 
-@pytest.mark.quick(every=3)
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -146,6 +146,7 @@ def test_the_real_traces_are_good():
 # The generators.
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("name", GENERATORS)
 def test_equal_parameters_make_equal_requests(name):
     workload = SMALL[name]

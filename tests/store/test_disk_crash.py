@@ -71,7 +71,7 @@ def crash_rounds(folder, num_rounds, num_puts, seed) -> None:
 
 
 def test_a_writer_that_is_killed_leaves_a_right_cache(tmp_path):
-    crash_rounds(tmp_path / "cache", 4, 100, 0)
+    crash_rounds(tmp_path / "cache", 5, 20, 0)
 
 
 @pytest.mark.long

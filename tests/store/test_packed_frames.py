@@ -129,6 +129,7 @@ def _open(url: str, form: FrameFormat) -> GuardedStore:
     return store
 
 
+@pytest.mark.quick(every=2)
 def test_stores_carry_both_kinds_of_frames(url: str) -> None:
     puts = _puts(6)
     store = _open(url, PACKS)

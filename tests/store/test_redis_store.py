@@ -382,7 +382,7 @@ def test_what_answers_is_no_redis():
         store.close()
 
 
-@pytest.mark.quick(every=2)
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize(
     "said", [b":7\r\n", b"*1\r\n:7\r\n", b"$3\r\nabc\r\n", b"$21\r\nused_memory:a lot\r\n\r\n\r\n", b"$-1\r\n"]
 )

@@ -154,6 +154,7 @@ def test_a_grammar_that_takes_too_much_memory_is_refused(fresh):
     assert not fresh._grammars
 
 
+@pytest.mark.long
 def test_what_ends_the_vetting_process_is_refused_and_the_next_one_compiles(fresh, monkeypatch):
     good = fresh.compile(regex(1))
     first = fresh._vetter._process

@@ -158,7 +158,7 @@ def test_without_thinking_nothing_comes_before(walker):
     assert Thinking(walker.form, Beginning.ANSWER).before(asked) is asked
 
 
-@pytest.mark.quick(every=3)
+@pytest.mark.quick(every=9)
 def test_an_answer_that_may_begin_like_thinking_is_thought_about_first(walker):
     """Otherwise nobody could tell which of both an output is."""
     asked = Structured(StructuredOutputsParams(regex=r"[^x]{0,40}"), "guided_regex")

@@ -146,7 +146,7 @@ def encoder(backend: Backend) -> Callable[[str], Encoded]:
     return encode
 
 
-@pytest.mark.quick(every=8)
+@pytest.mark.quick(every=16)
 @pytest.mark.parametrize("added", [False, True], ids=["plain", "added tokens"])
 @pytest.mark.parametrize("name", BACKENDS)
 def test_what_is_kept_is_the_beginning_of_every_longer_text(name: str, added: bool) -> None:
