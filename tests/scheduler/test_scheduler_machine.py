@@ -86,6 +86,7 @@ from pagefold.request import HintPin, Request, RequestStatus, SessionRef, StopRu
 from pagefold.sampling import SamplingParams
 from pagefold.scheduler import SCHEDULING_POLICIES, Guardrails, PrefillLimits, Scheduler, SchedulerLimits, Targets
 from pagefold.scheduler.making_way import MOST_WAYS_MADE
+from pagefold.scheduler.needs import Needs
 from pagefold.scheduler.prefill_limits import NO_PREFILL_LIMITS
 from pagefold.scheduler.suspicion import MAX_FAILED_IN_A_ROW
 from pagefold.sim.shadow_runner import VOCAB_SIZE, ShadowRunner, alone, cells_of
@@ -789,6 +790,7 @@ class Machine:
             assert request.num_computed_tokens == self.computed[request.request_id]
             assert request.num_computed_tokens < request.num_tokens or request.is_aborted
             assert scheduler.get(request.request_id) is request
+            self._check_growth(request)
         for request in scheduler.waiting:
             assert request.cache is None
             assert request.finish_reason is None
@@ -812,6 +814,16 @@ class Machine:
             self.runner.poison(block_id)
         for host_id in core.host.blocks.free_ids():
             self.runner.poison_host(host_id)
+
+    def _check_growth(self, request: Request) -> None:
+        """Where all groups keep all, what a running request takes yet is what their rules say of its tables."""
+        if self.core.trims:
+            return
+        needs = Needs(self.core, self.setup.max_num_batched_tokens)
+        for num_steps in (0, 9):
+            num_tokens = max(request.num_tokens, min(request.num_tokens + num_steps, request.stop.max_total_tokens))
+            twin = self.core.num_blocks_for(num_tokens, self.setup.max_num_batched_tokens, request.cache)
+            assert needs.growth(request, num_steps) == twin
 
     def _check_cells(self, request: Request, waits_for: dict[int, int]) -> None:
         """Between steps a running request has what it has computed; copies may be still to be made."""

@@ -60,10 +60,14 @@ class Needs:
 
         With those of ``num_steps`` steps more, as far as it may sample tokens.
         """
-        assert request.cache is not None
+        core, cache = self._core, request.cache
+        assert cache is not None
         num_tokens = request.num_tokens + _num_later(request, num_steps)
+        if not core.trims and not cache.streams:  # asked of all that run, whenever somebody may be let in
+            size = core.block_size
+            return max(0, num_blocks_for(num_tokens, size) - num_blocks_for(cache.capacity, size)) * core.num_groups
         num_new = min(request.num_tokens - request.num_computed_tokens, self._step_tokens(request))
-        return self._core.num_blocks_for(num_tokens, num_new, request.cache, is_expected=True, mask=request.mask)
+        return core.num_blocks_for(num_tokens, num_new, cache, is_expected=True, mask=request.mask)
 
     def at(self, request: Request, num_tokens: int) -> int:
         """Return the blocks that ``request`` is expected to hold at most at once until it has ``num_tokens``."""
