@@ -15,7 +15,7 @@ _WORDS = ("the", "of", "and", "whale", "ship", "captain", "sea", "union", "state
 
 @pytest.fixture
 def story() -> str:
-    draw = random.Random(5)
+    draw = random.Random(1)  # of few words many scores are nearly equal: here they differ
     sentences = [" ".join(draw.choices(_WORDS, k=draw.randrange(4, 14))).capitalize() + "." for _ in range(700)]
     return "\n".join(sentences)
 

@@ -110,7 +110,7 @@ def test_it_shows_what_a_server_does_while_it_does_it(browser: Chromium, tiny: L
     assert "112 of 120" in row
     assert "partial block" in row
     told = tiny.http.get("/v1/dashboard").json()
-    for miss in told["misses"]:
+    for miss in told["misses"][:6]:  # the page shows no more, and tests before this one have caused others
         assert miss["told"] in page.text("#causes")
     assert f"{told['tiers'][0]['num_blocks']:,} blocks" in page.text("#tier-device")
     label = page.eval("document.querySelector('#tier-device canvas').getAttribute('aria-label')")
