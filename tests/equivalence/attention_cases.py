@@ -271,7 +271,9 @@ class _CaseMaker:
             int((-(-own // shape.block_size) - first[:, None] // shape.block_size).sum())
             for own, first in zip(lengths, firsts, strict=True)
         )
-        num_blocks += sum(rule.num_sinks for rule in self.how.rules) * len(sequences) * self.tables  # or fewer
+        # Of sinks each table has so many blocks, or fewer. A count of their tokens would take tens of GB.
+        num_sink_blocks = sum(-(-rule.num_sinks // shape.block_size) for rule in self.how.rules)
+        num_blocks += num_sink_blocks * len(sequences) * self.tables
         spare_cells = 1 if self.how.per_head else 0
         num_cells = shape.num_layers * shape.num_kv_heads + spare_cells
         geometry = KVGeometry(1, num_cells, shape.head_dim, 8, shape.block_size)
