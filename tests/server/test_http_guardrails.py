@@ -91,6 +91,10 @@ class GuardedServer(LocalServer):
         super().close()
 
 
+def refusals(caplog) -> list[logging.LogRecord]:
+    return [line for line in caplog.records if getattr(line, "refused_for", "")]
+
+
 @pytest.fixture
 def server(tiny_chat_model: Path) -> Iterator[GuardedServer]:
     server = GuardedServer(tiny_chat_model)
@@ -101,6 +105,7 @@ def server(tiny_chat_model: Path) -> Iterator[GuardedServer]:
 
 
 def test_who_would_come_too_late_is_told_before_a_stream_begins(server, caplog):
+    caplog.set_level(logging.INFO, "pagefold.request")
     server.fill()
     for path, body in BODIES.items():
         for stream in (False, True):
@@ -119,10 +124,11 @@ def test_who_would_come_too_late_is_told_before_a_stream_begins(server, caplog):
     assert "others were refused" not in error["message"], "25 s are far too long in any case"
     assert server.metric("pagefold:requests_refused_total", "ttft_target") == 8
     assert server.metric("pagefold:shedding") == 1
-    with caplog.at_level(logging.INFO, "pagefold.request"):
-        told = server.judge("/v1/completions", BODIES["/v1/completions"])
-        until(lambda: any(getattr(line, "refused_for", "") for line in caplog.records), "a line in the log")
-    (line,) = [line for line in caplog.records if getattr(line, "refused_for", "")]
+    told = server.judge("/v1/completions", BODIES["/v1/completions"])
+    assert told.status_code == 429
+    # Each line comes after its answer, so that those before may come late too.
+    until(lambda: len(refusals(caplog)) == 9, "a line in the log for each")
+    line = refusals(caplog)[-1]
     assert (line.refused_for, line.status) == ("ttft_target", 429)
     assert line.expected_ttft_s >= 25 > line.most_ttft_s
     explained = server.http.get(f"/v1/explain/{told.headers['x-request-id']}")

@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import pytest
-from local_server import LocalServer, ProcessServer, until
+from local_server import PATIENCE_S, LocalServer, ProcessServer, until
 from otlp_receiver import Receiver, attributes
 
 from pagefold.config import ServerConfig
@@ -46,6 +46,10 @@ class Traced:
     def delivered(self):
         """All traces, once the server has ended."""
         until(lambda: not len(self.traces), "requests to end")
+        self.server.close()
+        self.traces._writer.shutdown()
+        # Closing waits for a short while only, which a busy machine may need for the export alone.
+        assert self.traces._sink._provider.force_flush(PATIENCE_S * 1000)
         self.close()
         return self.receiver
 
