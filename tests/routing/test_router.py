@@ -13,6 +13,7 @@ from pagefold.routing import ROUTING_POLICIES, Candidate, PrefixRouting, Prompt,
 from pagefold.routing.policies import LoadRouting, RandomRouting, RoundRobinRouting
 
 BLOCK = 4
+CACHE = 100
 SETTLE_S = 10.0
 
 
@@ -70,12 +71,31 @@ class Sent:
 
 
 @dataclass
+class Placed:
+    """Tokens that filled a cache."""
+
+    replica: str
+    num_tokens: int
+    turned: float
+
+
+@dataclass
 class Model:
     """All that ever happened."""
 
     open: dict[str, bool] = field(default_factory=dict)
     sent: dict[str, Sent] = field(default_factory=dict)
-    placed: dict[str, int] = field(default_factory=dict)
+    placed: list[Placed] = field(default_factory=list)
+    turned: float = 0.0
+
+    def place(self, replica: str, num_tokens: int) -> None:
+        self.placed.append(Placed(replica, num_tokens, self.turned))
+        self.turned += num_tokens / CACHE / len(self.open)
+
+    def placed_at(self, replica: str) -> float:
+        """Half of it is gone whenever all caches have been filled anew."""
+        mine = [each for each in self.placed if each.replica == replica]
+        return sum(each.num_tokens * 0.5 ** (self.turned - each.turned) for each in mine)
 
     def expected(self, replica: str, prompt: Prompt, now: float) -> int:
         """Blocks of a prompt that somebody who was sent there lately leaves there: of any of them, block by block."""
@@ -97,7 +117,7 @@ class Model:
             min(num_blocks * BLOCK, prompt.num_tokens - 1),
             sum(each.num_computed for each in mine if not each.has_started),
             sum(each.has_started for each in mine),
-            self.placed.get(replica, 0),
+            pytest.approx(self.placed_at(replica), rel=1e-9, abs=1e-9),
         )
 
 
@@ -111,7 +131,7 @@ class RouterMachine(RuleBasedStateMachine):
     @initialize()
     def begin(self):
         self.told, self.policy, self.model = Told(), Seen(), Model()
-        self.router = Router(self.policy, self.told, BLOCK, settle_s=SETTLE_S)
+        self.router = Router(self.policy, self.told, block_size=BLOCK, cache_tokens=CACHE, settle_s=SETTLE_S)
         self.now, self.number, self.reasons = 0.0, 0, 0
 
     def _active(self):
@@ -121,7 +141,6 @@ class RouterMachine(RuleBasedStateMachine):
     def add(self, replica):
         self.router.add(replica)
         self.model.open[replica] = True
-        self.model.placed.setdefault(replica, 0)
 
     @rule(replica=REPLICAS)
     def drain(self, replica):
@@ -134,7 +153,7 @@ class RouterMachine(RuleBasedStateMachine):
         lost = {name for name in self._active() if self.model.sent[name].replica == replica}
         assert set(self.router.remove(replica)) == lost
         self.model.open.pop(replica, None)
-        self.model.placed.pop(replica, None)
+        self.model.placed = [each for each in self.model.placed if each.replica != replica]
         self.model.sent = {name: each for name, each in self.model.sent.items() if each.replica != replica}
 
     @rule(replica=REPLICAS, path=PATHS, is_held=st.booleans(), is_known=st.booleans())
@@ -165,16 +184,17 @@ class RouterMachine(RuleBasedStateMachine):
             assert choice.reason == ("nothing_held" if is_any_known else "unknown")
         num_computed = prompt.num_tokens - chosen.num_held_tokens
         self.model.sent[request_id] = Sent(choice.replica, prompt, num_computed)
-        self.model.placed[choice.replica] += num_computed
+        self.model.place(choice.replica, num_computed)
         self.reasons += 1
 
     @precondition(lambda self: self._active())
-    @rule(data=st.data(), ends=st.booleans())
-    def move(self, data, ends):
+    @rule(data=st.data(), ends=st.booleans(), num_output_tokens=st.integers(0, 60))
+    def move(self, data, ends, num_output_tokens):
         request_id = data.draw(st.sampled_from(self._active()))
         if ends:
-            self.router.ended(request_id, self.now)
+            self.router.ended(request_id, self.now, num_output_tokens)
             self.model.sent[request_id].ended_s = self.now
+            self.model.place(self.model.sent[request_id].replica, num_output_tokens)
         else:
             self.router.started(request_id)
             self.model.sent[request_id].has_started = True
@@ -216,7 +236,17 @@ def test_who_holds_most_gets_it_unless_he_has_too_much_to_do():
 
 
 def test_of_equal_ones_the_one_that_was_given_least_gets_it():
-    assert PrefixRouting().choose([of("a", placed=9), of("b", placed=4), of("c", placed=7)], 1000).replica == "b"
+    for policy in (PrefixRouting(), LoadRouting()):
+        assert policy.choose([of("a", placed=9), of("b", placed=4), of("c", placed=7)], 1000).replica == "b"
+
+
+def test_what_all_prompts_begin_with_does_not_draw_them_all_to_one():
+    policy = PrefixRouting()
+    shared = [of("a", held=400, placed=1000), of("b")]
+    assert policy.choose(shared, 500).replica == "a"
+    assert policy.choose([shared[0]._replace(num_placed_tokens=3000), of("b")], 500).replica == "b"
+    own = [of("a", held=4000, placed=3000), of("b")]
+    assert policy.choose(own, 4500).replica == "a", "a conversation stays where it is"
 
 
 def test_nearly_equal_is_equal():
@@ -252,17 +282,18 @@ def test_every_policy_is_there_by_name():
 
 def test_a_crowd_that_begins_alike_stays_together_before_any_event():
     told = Told()
-    router = Router(PrefixRouting(), told, BLOCK)
+    router = Router(PrefixRouting(), told, block_size=BLOCK, cache_tokens=CACHE)
     for name in "ab":
         router.add(name)
     first = router.route("first", prompt_of("xxxxxxxxxx"), 0.0)
     assert first.reason == "nothing_held"
+    router.started("first")
     second = router.route("second", prompt_of("xxxxxxxxxxy"), 0.0)
     assert second == (first.replica, "prefix", 40)
 
 
 def test_a_request_that_is_sent_again_is_expected_where_it_went_last():
-    router = Router(Seen(), Told(), BLOCK)
+    router = Router(Seen(), Told(), block_size=BLOCK, cache_tokens=CACHE)
     for name in "ab":
         router.add(name)
     first = router.route("one", prompt_of("xyz"), 0.0)

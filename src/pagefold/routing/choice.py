@@ -19,14 +19,15 @@ class Candidate(NamedTuple):
         num_held_tokens: of the prompt, from its beginning on, that it holds, as far as is known.
         num_pending_tokens: of prompts that it was given before, to be computed yet.
         num_running: requests that it was given and that have got a first token, and no end.
-        num_placed_tokens: of prompts that it was given to compute in its whole life: what filled its cache.
+        num_placed_tokens: that it was given to compute lately, and outputs, which filled its cache: each counts half
+            as much whenever all caches have been filled anew.
     """
 
     replica: str
     num_held_tokens: int
     num_pending_tokens: int
     num_running: int
-    num_placed_tokens: int
+    num_placed_tokens: float
 
 
 class Choice(NamedTuple):

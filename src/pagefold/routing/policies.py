@@ -31,34 +31,39 @@ class PrefixRouting:
 
     A candidate costs what it has pending, what it lacks of the prompt, and some tokens for each request that it
     decodes. That is the cost of Dynamo's KV router (its documentation, "KV cache routing", the cost function) with
-    what was sent and not computed in the place of all that was sent. Of candidates that cost nearly the same the one
-    goes that holds most of the prompt, and where none holds more, the one that was given least to compute so far: so
-    caches fill evenly.
+    what was sent and not computed in the place of all that was sent. It costs a part, too, of what it was lately given
+    to compute beyond others: else whatever all prompts begin with would draw them all to the first that has it, whose
+    cache is full while others' are empty. Of candidates that cost nearly the same the one goes that holds most of the
+    prompt.
 
     Args:
         running_tokens: of computing, what a request costs that is decoded.
         slack: candidates cost nearly the same within this share of the prompt's tokens.
+        evenness: of computing, the tokens that each token costs that a candidate's cache was filled with beyond others.
     """
 
     sees_prefixes = True
 
-    def __init__(self, running_tokens: int = 32, slack: float = 0.05) -> None:
+    def __init__(self, running_tokens: int = 32, slack: float = 0.05, evenness: float = 0.2) -> None:
         self._running_tokens = running_tokens
         self._slack = slack
+        self._evenness = evenness
 
     def choose(self, candidates: Sequence[Candidate], num_tokens: int) -> Candidate:
         """Return the one that costs least, or nearly so."""
-        costs = [self._cost(each, num_tokens) for each in candidates]
+        least_placed = min(each.num_placed_tokens for each in candidates)
+        costs = [self._cost(each, num_tokens, least_placed) for each in candidates]
         most = min(costs) + self._slack * num_tokens
         near = (each for each, cost in zip(candidates, costs, strict=True) if cost <= most)
         return min(near, key=lambda each: (-each.num_held_tokens, each.num_placed_tokens))
 
-    def _cost(self, candidate: Candidate, num_tokens: int) -> int:
+    def _cost(self, candidate: Candidate, num_tokens: int, least_placed: float) -> float:
         return (
             candidate.num_pending_tokens
             + num_tokens
             - candidate.num_held_tokens
             + self._running_tokens * candidate.num_running
+            + self._evenness * (candidate.num_placed_tokens - least_placed)
         )
 
 
@@ -68,7 +73,7 @@ class LoadRouting:
     sees_prefixes = False
 
     def __init__(self) -> None:
-        self._by_load = PrefixRouting(slack=0.0)
+        self._by_load = PrefixRouting(slack=0.0, evenness=0.0)
 
     def choose(self, candidates: Sequence[Candidate], num_tokens: int) -> Candidate:
         """Return the one with the least to do."""

@@ -9,6 +9,7 @@ The life of a request::
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -30,7 +31,7 @@ class Holdings(Protocol):
     """Who holds what: an index of replicas' caches."""
 
     def match(self, block_hashes: Sequence[bytes]) -> Mapping[str, int]:
-        """Return how many of a prompt's blocks, from the first on, each replica holds; those that hold none left out."""
+        """Return how many of a prompt's blocks, from the first on, each replica holds; those with none left out."""
 
     def is_known(self, replica: str) -> bool:
         """Whether it is known what ``replica`` holds: its events have come without a gap."""
@@ -55,14 +56,17 @@ class _Load:
 
     Attributes:
         is_open: whether it gets more.
-        num_pending_tokens, num_placed_tokens: see :class:`~pagefold.routing.Candidate`.
+        num_pending_tokens: see :class:`~pagefold.routing.Candidate`.
+        num_placed_tokens: likewise, at the last time that it was given any.
+        turned: how often caches had been filled anew by then.
         pending: of each request without a first token, the tokens that it computes before that.
         running: requests with a first token, and no end.
     """
 
     is_open: bool = True
     num_pending_tokens: int = 0
-    num_placed_tokens: int = 0
+    num_placed_tokens: float = 0.0
+    turned: float = 0.0
     pending: dict[str, int] = field(default_factory=dict)
     running: set[str] = field(default_factory=set)
 
@@ -74,6 +78,7 @@ class Router:
         policy: chooses.
         holdings: knows what replicas hold.
         block_size: tokens of the blocks that ``holdings`` knows.
+        cache_tokens: tokens that a replica's cache holds.
         settle_s: seconds from a request's end until ``holdings`` must know of it.
 
     Attributes:
@@ -81,15 +86,23 @@ class Router:
     """
 
     def __init__(
-        self, policy: RoutingPolicy, holdings: Holdings, block_size: int, *, settle_s: float = _SETTLE_S
+        self,
+        policy: RoutingPolicy,
+        holdings: Holdings,
+        *,
+        block_size: int,
+        cache_tokens: int,
+        settle_s: float = _SETTLE_S,
     ) -> None:
         self._policy = policy
         self._holdings = holdings
         self._block_size = block_size
+        self._cache_tokens = cache_tokens
+        self._turned = 0.0  # how often what was computed has filled all caches
         self._expected = ExpectedPrefixes(settle_s)
         self._loads: dict[str, _Load] = {}
         self._replica_of: dict[str, str] = {}
-        self.num_choices: dict[ChoiceReason, int] = {}
+        self.num_choices: dict[str, int] = {}
 
     # Replicas.
 
@@ -158,20 +171,21 @@ class Router:
             load.num_pending_tokens -= load.pending.pop(request_id)
             load.running.add(request_id)
 
-    def ended(self, request_id: str, now: float) -> None:
-        """A request has ended, however. Of one that is not known it does nothing."""
+    def ended(self, request_id: str, now: float, num_output_tokens: int = 0) -> None:
+        """A request has ended, however, after so many output tokens. Of one that is not known it does nothing."""
         replica = self._replica_of.pop(request_id, None)
         if replica is None:
             return
         load = self._loads[replica]
         load.num_pending_tokens -= load.pending.pop(request_id, 0)
         load.running.discard(request_id)
+        self._place(load, num_output_tokens)
         self._expected.ended(request_id, now)
 
     # Inside.
 
     def _held(self, names: list[str], prompt: Prompt) -> dict[str, int]:
-        """Return the tokens of a prompt that each replica holds, or will as soon as it has computed what it was sent."""
+        """Return the tokens of a prompt that each replica holds, or will when it has computed what it was sent."""
         matched = self._holdings.match(prompt.block_hashes)
         expected = self._expected.match(prompt.block_hashes)
         held: dict[str, int] = {}
@@ -185,9 +199,17 @@ class Router:
 
     def _candidate(self, name: str, held: dict[str, int]) -> Candidate:
         load = self._loads[name]
-        return Candidate(
-            name, held.get(name, 0), load.num_pending_tokens, len(load.running), load.num_placed_tokens
-        )
+        return Candidate(name, held.get(name, 0), load.num_pending_tokens, len(load.running), self._placed(load))
+
+    def _placed(self, load: _Load) -> float:
+        """Return what a replica was given lately: of what filled its cache half is gone when that is filled again."""
+        return load.num_placed_tokens * math.exp2(load.turned - self._turned)
+
+    def _place(self, load: _Load, num_tokens: int) -> None:
+        """A replica's cache is filled with so many tokens."""
+        load.num_placed_tokens = self._placed(load) + num_tokens
+        load.turned = self._turned
+        self._turned += num_tokens / (self._cache_tokens * len(self._loads))
 
     def _reason(self, chosen: Candidate, held: dict[str, int], names: list[str]) -> ChoiceReason:
         if not self._policy.sees_prefixes:
@@ -202,6 +224,6 @@ class Router:
         num_computed = prompt.num_tokens - chosen.num_held_tokens
         load.pending[request_id] = num_computed
         load.num_pending_tokens += num_computed
-        load.num_placed_tokens += num_computed
+        self._place(load, num_computed)
         self._replica_of[request_id] = chosen.replica
         self._expected.sent(request_id, chosen.replica, prompt.block_hashes)

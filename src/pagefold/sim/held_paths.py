@@ -28,7 +28,7 @@ class HeldPaths:
             self._holders.pop(digest, None)
 
     def match(self, block_hashes: Sequence[bytes]) -> dict[str, int]:
-        """Return how many of a prompt's blocks, from the first on, each replica holds; those that hold none left out."""
+        """Return how many of a prompt's blocks, from the first on, each replica holds; those with none left out."""
         found: dict[str, int] = {}
         left: set[str] | None = None
         for each in block_hashes:

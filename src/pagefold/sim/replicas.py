@@ -1,4 +1,4 @@
-"""Replicas: many simulated servers behind one router, each with a scheduler and a cache of its own, in one virtual time.
+"""Replicas: many simulated servers behind a router, each with a scheduler and a cache of its own, in one virtual time.
 
 The router is the one that a deployment has (``routing/``). What it knows of a replica's cache it is told by the events
 of that cache, a while after they have happened; first tokens and ends it is told when they happen.
@@ -7,7 +7,7 @@ of that cache, a while after they have happened; first tokens and ends it is tol
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import count
 from typing import TYPE_CHECKING
@@ -24,7 +24,7 @@ from pagefold.sim.arrivals import Arrivals
 from pagefold.sim.clock import VirtualClock
 from pagefold.sim.held_paths import HeldPaths
 from pagefold.sim.null_runner import NullRunner
-from pagefold.sim.replay import AGING_S, check_fit
+from pagefold.sim.replay import AGING_S, check_fit, simulate
 from pagefold.sim.report import Tally, percentile
 from pagefold.sim.step_cost import LinearStepCost
 
@@ -36,10 +36,10 @@ if TYPE_CHECKING:
     from pagefold.sim.arrivals import AnyRequest
     from pagefold.sim.replay import SimConfig
     from pagefold.sim.report import Report
-    from pagefold.sim.step_cost import StepCost
+    from pagefold.sim.step_cost import RooflineStepCost, StepCost
     from pagefold.steps import Runner
 
-__all__ = ["MAX_REPLICAS", "Fleet", "FleetReport", "block_digests", "simulate_replicas"]
+__all__ = ["MAX_REPLICAS", "Fleet", "FleetReport", "block_digests", "simulate_replicas", "simulate_together"]
 
 MAX_REPLICAS = 10_000
 
@@ -160,6 +160,37 @@ def simulate_replicas(
     return run.to_the_end()
 
 
+def simulate_together(
+    requests: Iterable[AnyRequest],
+    fleet: Fleet,
+    *,
+    step_cost: LinearStepCost | RooflineStepCost | None = None,
+    runner: Runner | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> Report:
+    """Run ``requests`` on one server that has the memory and the speed of a whole fleet: what routing could reach.
+
+    Args:
+        requests: as of :func:`simulate_replicas`, as are the others.
+        fleet: the replicas.
+        step_cost: of one replica.
+        runner: samples.
+        progress: told how many requests have ended.
+
+    Raises:
+        BudgetTooSmallError: a request can never fit.
+    """
+    times, each, cost = fleet.num_replicas, fleet.replica, step_cost or LinearStepCost()
+    whole = replace(
+        each,
+        num_blocks=each.num_blocks * times,
+        max_num_seqs=each.max_num_seqs * times,
+        max_num_batched_tokens=each.max_num_batched_tokens * times,
+    )
+    fast = replace(cost, token_s=cost.token_s / times, context_token_s=cost.context_token_s / times)
+    return simulate(requests, whole, step_cost=fast, runner=runner, progress=progress)
+
+
 class _Watcher:
     """Notes what a replica's step has done that the router is to be told.
 
@@ -205,8 +236,8 @@ class _Replica:
         policy = SCHEDULING_POLICIES[config.scheduling_policy](AGING_S)
         self.scheduler = Scheduler(core, limits, policy=policy, admission=config.admission, emit=emit)
 
-    def step(self, runner: Runner, step_cost: StepCost) -> list[str]:
-        """Run one step, and let its time pass. Return the names of those that ended with it."""
+    def step(self, runner: Runner, step_cost: StepCost) -> dict[str, int]:
+        """Run one step, and let its time pass. Return who ended with it, and their output tokens."""
         plan = self.scheduler.schedule(self.clock())
         assert plan.num_rows, "the oldest request always gets on"
         result = runner.run(plan)
@@ -215,7 +246,7 @@ class _Replica:
         got_tokens = self.scheduler.apply(result, now)
         tell_tokens(fan_out(self.tally, self.watcher), got_tokens, now, self.scheduler.core.block_size)
         self.tally.look(self.scheduler, now)
-        return [one.request_id for one in got_tokens if one.finish_reason is not None]
+        return {one.request_id: one.num_output_tokens for one in got_tokens if one.finish_reason is not None}
 
 
 class _Run:
@@ -243,7 +274,8 @@ class _Run:
         self._block_size = fleet.replica.block_size
         policy = ROUTING_POLICIES[fleet.routing]()
         self._sees_prefixes = policy.sees_prefixes
-        self._router = Router(policy, self._held, self._block_size)
+        cache_tokens = fleet.replica.num_blocks * self._block_size
+        self._router = Router(policy, self._held, block_size=self._block_size, cache_tokens=cache_tokens)
         self._replicas = {name: _Replica(name, fleet.replica) for name in _names(fleet.num_replicas)}
         for name in self._replicas:
             self._router.add(name)
@@ -300,7 +332,7 @@ class _Run:
             self._num_ended += len(ended)
             self._progress(self._num_ended)
 
-    def _tell_later(self, now: float, replica: _Replica, ended: list[str]) -> None:
+    def _tell_later(self, now: float, replica: _Replica, ended: dict[str, int]) -> None:
         """Have the router told of a step that ends at ``now``: it is planned and run here before others get there."""
         watcher, router = replica.watcher, self._router
         started, watcher.started = watcher.started, []
@@ -310,8 +342,8 @@ class _Run:
             def tell() -> None:
                 for request_id in started:
                     router.started(request_id)
-                for request_id in ended:
-                    router.ended(request_id, now)
+                for request_id, num_output_tokens in ended.items():
+                    router.ended(request_id, now, num_output_tokens)
 
             heappush(self._notes, (now, next(self._orders), tell))
         if changes and self._sees_prefixes:
