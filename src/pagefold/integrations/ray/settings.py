@@ -1,0 +1,54 @@
+"""FleetSettings: what replicas are started with, and how requests are routed to them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pagefold.errors import ConfigError
+from pagefold.routing import ROUTING_POLICIES
+
+__all__ = ["FleetSettings"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetSettings:
+    """Replicas that are alike, and their front.
+
+    Attributes:
+        model: as ``pagefold serve`` takes it.
+        flags: of ``pagefold serve``, for each replica; not ``--host``, ``--port``, ``--kv-events-config``.
+        routing: the name of a routing policy.
+        min_replicas, max_replicas: Ray starts and ends replicas between these, by the requests that they have.
+        target_ongoing_requests: of each replica, which Ray aims at.
+        max_ongoing_requests: of each replica; more wait at the front.
+        num_cpus: of Ray, for each replica.
+        drain_s: how long a replica that is ended may finish what it has, in seconds.
+        api_key_file: the replicas' key file, which says whose a request is; None without.
+
+    Raises:
+        ConfigError: a value is out of range, or a flag is the front's.
+    """
+
+    model: str
+    flags: tuple[str, ...] = ()
+    routing: str = "prefix"
+    min_replicas: int = 1
+    max_replicas: int = 1
+    target_ongoing_requests: int = 16
+    max_ongoing_requests: int = 1024
+    num_cpus: float = 1.0
+    drain_s: float = 600.0
+    api_key_file: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.routing not in ROUTING_POLICIES:
+            msg = f"There is no routing policy {self.routing!r}."
+            raise ConfigError(msg, remedy=f"There are {', '.join(ROUTING_POLICIES)}.")
+        if not 1 <= self.min_replicas <= self.max_replicas:
+            msg = f"min_replicas is {self.min_replicas} and max_replicas {self.max_replicas}."
+            raise ConfigError(msg, remedy="There must be at least 1, and no fewer at most than at least.")
+        own = {"--host", "--port", "--kv-events-config"}
+        for flag in self.flags:
+            if flag.partition("=")[0] in own:
+                msg = f"{flag.partition('=')[0]} cannot be given to replicas."
+                raise ConfigError(msg, remedy="Each replica has its own, which is chosen for it. Leave it out.")
