@@ -18,6 +18,7 @@ from pagefold import __version__
 from pagefold.cli.fail import fail
 from pagefold.cli.options import read_flags, with_flags
 from pagefold.cli.permissions import tell_of_served
+from pagefold.cli.serve_fleet import FleetWish, KeepsArguments, serve_fleet
 from pagefold.config import (
     EngineConfig,
     KVEventsConfig,
@@ -61,6 +62,7 @@ _NEEDED = (
 _log = logging.getLogger(__name__)
 
 _DOOR = "Server"
+_FLEET = "Many servers"
 
 
 class _Subscribers(NamedTuple):
@@ -77,6 +79,7 @@ class _Subscribers(NamedTuple):
 
 @with_flags(Server=ServerConfig, Engine=EngineConfig)
 def serve(  # noqa: PLR0913 - flags, by name
+    context: typer.Context,
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="A built-in name, a local folder, or a hub id org/name.")
     ],
@@ -119,6 +122,31 @@ def serve(  # noqa: PLR0913 - flags, by name
             rich_help_panel=_DOOR,
         ),
     ] = False,
+    replicas: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help='So many servers behind this address, on Ray Serve: it takes pip install "pagefold[ray]".',
+            rich_help_panel=_FLEET,
+        ),
+    ] = None,
+    max_replicas: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="More are started up to so many, and ended, by the requests that there are; no more if not given.",
+            rich_help_panel=_FLEET,
+        ),
+    ] = None,
+    routing: Annotated[
+        str | None,
+        typer.Option(
+            help="By what requests are routed: prefix (what replicas hold), load, round_robin, random [prefix].",
+            rich_help_panel=_FLEET,
+        ),
+    ] = None,
     **flags: Any,  # noqa: ANN401 - of the configs
 ) -> None:
     """Serve MODEL with OpenAI's HTTP API."""
@@ -146,11 +174,24 @@ def serve(  # noqa: PLR0913 - flags, by name
             msg = "What was kept of older tokens is not part of KV events yet."
             raise ConfigError(msg, remedy="Leave out --kv-events-config, or --kv-keep.")
         prompts = [] if warm is None else _warm_prompts(warm)
+        wish = FleetWish(KeepsArguments.arguments_of(context), replicas, max_replicas, routing, api_key_file)
+        if wish.is_given:
+            _refuse_of_one(record_trace, events_config)
+            serve_fleet(wish, engine_config, server_config)
+            return
         kv_events = _kv_events(events_config)
         exit_code = _run(engine_config, server_config, prompts, began, _Subscribers(_recorder(record_trace), kv_events))
     except PagefoldError as error:
         fail(error)
     raise typer.Exit(exit_code)
+
+
+def _refuse_of_one(record_trace: Path | None, events: KVEventsConfig) -> None:
+    """Refuse what each of several servers would do in the same place."""
+    for flag, is_given in (("--record-trace", record_trace is not None), ("--kv-events-config", events.is_on)):
+        if is_given:
+            msg = f"{flag} is of one server: several cannot have the same."
+            raise ConfigError(msg, remedy=f"Leave out {flag}, or --replicas.")
 
 
 def _accounts(path: str | None, config: EngineConfig) -> tuple[Account, ...]:

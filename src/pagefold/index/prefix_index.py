@@ -127,6 +127,12 @@ class PrefixIndex:
                 found = {replica: replica.num_whole(keys, mask) for replica in self._replicas.values()}
             return {replica.name: num_blocks for replica, num_blocks in found.items() if num_blocks}
 
+    def is_known(self, replica: str) -> bool:
+        """Whether it is known what a replica holds; see :class:`ReplicaState`."""
+        with self._lock:
+            known = self._replicas.get(replica)
+            return known is not None and known.is_known and not known.is_doubted
+
     def replicas(self) -> dict[str, ReplicaState]:
         """Return what is known of each replica."""
         with self._lock:

@@ -1,1 +1,1 @@
-"""Other people's engines: Pagefold's cache inside vLLM, and Pagefold's servers on Ray. Nothing here is imported by others."""
+"""Other people's engines: Pagefold's cache inside vLLM, and Pagefold's servers on Ray."""

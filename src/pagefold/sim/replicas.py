@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 from heapq import heappop, heappush
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from pagefold.errors import ConfigError
 from pagefold.events import BlockEvicted, BlocksPublished, FirstToken, fan_out
+from pagefold.index import PrefixIndex
 from pagefold.kv import KVCore, make_policy
 from pagefold.kv.names import digest_of, path_digest, root_digest
 from pagefold.kv.tree import TOKEN_BYTES
@@ -22,7 +24,6 @@ from pagefold.scheduler import SCHEDULING_POLICIES, Scheduler, SchedulerLimits
 from pagefold.scheduler.times import tell_tokens
 from pagefold.sim.arrivals import Arrivals
 from pagefold.sim.clock import VirtualClock
-from pagefold.sim.held_paths import HeldPaths
 from pagefold.sim.null_runner import NullRunner
 from pagefold.sim.replay import AGING_S, check_fit, simulate
 from pagefold.sim.report import Tally, percentile
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from pagefold.events import Event
+    from pagefold.index.prefix_index import Holdings as IndexHoldings
     from pagefold.request import Request
     from pagefold.sim.arrivals import AnyRequest
     from pagefold.sim.replay import SimConfig
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
 __all__ = ["MAX_REPLICAS", "Fleet", "FleetReport", "block_digests", "simulate_replicas", "simulate_together"]
 
 MAX_REPLICAS = 10_000
+_MEDIUM = "GPU"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,25 +194,43 @@ def simulate_together(
     return simulate(requests, whole, step_cost=fast, runner=runner, progress=progress)
 
 
+class _Change(NamedTuple):
+    """What has become of a path; an event of the index."""
+
+    digest: bytes
+    is_held: bool
+
+    def tell(self, holdings: IndexHoldings) -> None:
+        """Tell it to what the index has of the replica."""
+        (holdings.stored if self.is_held else holdings.removed)([self.digest], _MEDIUM, 0)
+
+
+class _Batch(NamedTuple):
+    """What a step has done to a cache."""
+
+    ts: float
+    events: list[_Change]
+
+
 class _Watcher:
     """Notes what a replica's step has done that the router is to be told.
 
     Attributes:
-        changes: of the cache, in order: digests of paths, and whether they are held from now on.
+        changes: of the cache, in order.
         started: names of requests that got their first token.
     """
 
     def __init__(self) -> None:
-        self.changes: list[tuple[bytes, bool]] = []
+        self.changes: list[_Change] = []
         self.started: list[str] = []
 
     def __call__(self, event: Event) -> None:
         """Note an event, if it tells anything."""
         match event:
             case BlocksPublished():
-                self.changes += [(digest_of(node), True) for node in event.nodes]
+                self.changes += [_Change(digest_of(node), is_held=True) for node in event.nodes]
             case BlockEvicted() if event.node is not None:
-                self.changes.append((digest_of(event.node), False))
+                self.changes.append(_Change(digest_of(event.node), is_held=False))
             case FirstToken():
                 self.started.append(event.request_id)
             case _:
@@ -270,7 +291,7 @@ class _Run:
         self._runner = runner
         self._progress = progress
         self._num_ended = 0
-        self._held = HeldPaths()
+        self._held = PrefixIndex()
         self._block_size = fleet.replica.block_size
         policy = ROUTING_POLICIES[fleet.routing]()
         self._sees_prefixes = policy.sees_prefixes
@@ -279,7 +300,8 @@ class _Run:
         self._replicas = {name: _Replica(name, fleet.replica) for name in _names(fleet.num_replicas)}
         for name in self._replicas:
             self._router.add(name)
-        self._notes: list[tuple[float, int, Callable[[], None]]] = []
+            self._held.begin(name)
+        self._notes: list[tuple[float, int, Callable[[], object]]] = []
         self._orders = count()
         self._steps: list[tuple[float, str]] = []  # of each replica that has work, when it begins its next step
         self._busy: set[str] = set()
@@ -347,14 +369,8 @@ class _Run:
 
             heappush(self._notes, (now, next(self._orders), tell))
         if changes and self._sees_prefixes:
-
-            def tell_changes() -> None:
-                for digest, is_held in changes:
-                    if is_held:
-                        self._held.stored(replica.name, digest)
-                    else:
-                        self._held.removed(replica.name, digest)
-
+            batch = _Batch(now, changes)
+            tell_changes: Callable[[], object] = partial(self._held.apply, replica.name, batch)
             heappush(self._notes, (now + self._fleet.event_delay_s, next(self._orders), tell_changes))
 
 

@@ -1,4 +1,4 @@
-"""Whose a request is, by the key that it brings: so that the router looks for its prompt in that tenant's blocks alone."""
+"""Whose a request is, by the key that it brings: the router looks for its prompt in that tenant's blocks alone."""
 
 from __future__ import annotations
 

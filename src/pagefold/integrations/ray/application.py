@@ -2,11 +2,12 @@
 
 By Ray's own tools::
 
-    serve run pagefold.integrations.ray.application:build model=smollm2-135m min_replicas=1 max_replicas=4
+    serve run pagefold.integrations.ray.application:build arguments="smollm2-135m --threads 1" max_replicas=4
 """
 
 from __future__ import annotations
 
+import shlex
 from typing import TYPE_CHECKING, Any
 
 from ray import serve
@@ -60,8 +61,8 @@ def build(args: dict[str, Any]) -> Application:
     Raises:
         ConfigError: a value is out of range.
     """
-    flags = args.get("flags", ())
-    given = args | {"flags": tuple(flags.split()) if isinstance(flags, str) else tuple(flags)}
+    arguments = args.get("arguments", ())
+    given = args | {"arguments": tuple(shlex.split(arguments) if isinstance(arguments, str) else arguments)}
     for name in ("min_replicas", "max_replicas", "target_ongoing_requests", "max_ongoing_requests"):
         if name in given:
             given[name] = int(given[name])

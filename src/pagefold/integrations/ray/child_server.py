@@ -43,14 +43,13 @@ class ChildServer:
     """A server on a free port of this machine's loopback.
 
     Args:
-        model: as ``pagefold serve`` takes it.
-        flags: further ones of ``pagefold serve``; host and port are chosen here.
+        arguments: of ``pagefold serve``; host and port are chosen here.
         log: gets every line that it prints.
     """
 
-    def __init__(self, model: str, flags: Sequence[str], log: Callable[[str], None]) -> None:
+    def __init__(self, arguments: Sequence[str], log: Callable[[str], None]) -> None:
         self.metrics_key = environment_metrics_key() or secrets.token_urlsafe(16)
-        server = ["-m", "pagefold.cli", "serve", model, *flags, "--host", "127.0.0.1", "--port", "0"]
+        server = ["-m", "pagefold.cli", "serve", *arguments, "--host", "127.0.0.1", "--port", "0"]
         self._process = subprocess.Popen(  # noqa: S603 - our own server
             [sys.executable, "-c", _TIED, str(os.getpid()), *server],
             stdin=subprocess.DEVNULL,

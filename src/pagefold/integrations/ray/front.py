@@ -50,7 +50,7 @@ class PromptSource(Protocol):
     """Finds out what a request begins with."""
 
     async def read(self, asked: Forwarded, replica: str) -> Prompt | None:
-        """Return the prompt, in names of blocks; None where that cannot be said. ``replica`` may be asked for tokens."""
+        """Return the prompt, in names of blocks; None where that cannot be said. ``replica`` may be asked."""
 
 
 class Answer(NamedTuple):

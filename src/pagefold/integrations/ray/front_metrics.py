@@ -41,7 +41,9 @@ class FrontMetrics:
         unknown = [name for name in open_replicas if name not in states or not states[name].is_known]
         yield GaugeMetricFamily("pagefold:router_replicas", "Replicas that get requests.", len(open_replicas))
         yield GaugeMetricFamily(
-            "pagefold:router_unknown_replicas", "Of those, whose events do not come: what they hold is not known.", len(unknown)
+            "pagefold:router_unknown_replicas",
+            "Of those, whose events do not come: what they hold is not known.",
+            len(unknown),
         )
         if router is None or front is None:
             return
@@ -50,7 +52,11 @@ class FrontMetrics:
             requests.add_metric([reason], num)
         yield requests
         for name, told, num in (
-            ("retried", "Requests that were tried again, their replica having gone with nothing sent.", front.num_retried),
+            (
+                "retried",
+                "Requests that were tried again, their replica having gone with nothing sent.",
+                front.num_retried,
+            ),
             ("broken", "Answers that ended with an error, their replica having gone in the middle.", front.num_broken),
             ("unread", "Requests whose prompt could not be read, routed by load.", front.num_unread),
         ):

@@ -1,4 +1,4 @@
-"""PagefoldIngress: the address that clients know. It follows which replicas there are, hears their events, and relays."""
+"""PagefoldIngress: the address that clients know. It follows which replicas there are, hears their events, relays."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class PagefoldIngress:
         self._has_changed = asyncio.Event()
         self._is_open = asyncio.Event()
         self._metrics = FrontMetrics(self._index)
-        watch_replicas(lambda names: self._loop.call_soon_threadsafe(self._note, names))
+        watch_replicas(self._note_soon)
         self._following = self._loop.create_task(self._follow())
         self._following.add_done_callback(_tell_failure)
 
@@ -116,6 +116,10 @@ class PagefoldIngress:
             }
             for name in open_replicas
         ]
+
+    def _note_soon(self, names: frozenset[str]) -> None:
+        """Note who there is; on any thread."""
+        self._loop.call_soon_threadsafe(self._note, names)
 
     def _note(self, names: frozenset[str]) -> None:
         self._wanted = names

@@ -1,4 +1,4 @@
-"""PagefoldReplica: a server of ours as a replica of Ray Serve. It starts ``pagefold serve``, and passes requests on to it."""
+"""PagefoldReplica: a server of ours as a replica of Ray Serve. It starts ``pagefold serve``, and passes requests on."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from ray import serve
 
 from pagefold.errors import PagefoldError
 from pagefold.integrations.ray.child_server import ChildServer
-from pagefold.integrations.ray.forwarded import Head, ReplicaAddress, ReplicaLostError, passed_on
+from pagefold.integrations.ray.forwarded import ReplicaAddress
+from pagefold.integrations.ray.passing import pass_on
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
-    from pagefold.integrations.ray.forwarded import Forwarded
+    from pagefold.integrations.ray.forwarded import Forwarded, Head
     from pagefold.integrations.ray.settings import FleetSettings
 
 __all__ = ["PagefoldReplica"]
@@ -41,8 +42,8 @@ class PagefoldReplica:
         self._name = serve.get_replica_context().replica_id.unique_id
         events, replay = (f"tcp://127.0.0.1:{port}" for port in _free_ports(2))
         events_config = {"enable_kv_cache_events": True, "endpoint": events, "replay_endpoint": replay}
-        flags = (*settings.flags, "--kv-events-config", json.dumps(events_config))
-        self._server = ChildServer(settings.model, flags, lambda line: _log.info("%s", line))
+        arguments = (*settings.arguments, "--kv-events-config", json.dumps(events_config))
+        self._server = ChildServer(arguments, lambda line: _log.info("%s", line))
         url = self._server.wait_until_ready()
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         self._http = httpx.AsyncClient(base_url=url, timeout=None, limits=limits)  # noqa: S113 - answers may take long
@@ -54,20 +55,8 @@ class PagefoldReplica:
 
     async def forward(self, asked: Forwarded, *, replica: str = "") -> AsyncGenerator[Head | bytes]:  # noqa: ARG002
         """Yield the head of the server's answer to a request, then its body as it comes."""
-        request = self._http.build_request(
-            asked.method, asked.target, headers=list(asked.headers), content=asked.body or None
-        )
-        try:
-            answer = await self._http.send(request, stream=True)
-            try:
-                yield Head(self._name, answer.status_code, passed_on(answer.headers.items()))
-                async for piece in answer.aiter_raw():
-                    yield piece
-            finally:  # a client that is gone: closing the connection ends its request
-                await answer.aclose()
-        except httpx.TransportError as error:
-            msg = f"The server of replica {self._name} does not answer: {error!r}."
-            raise ReplicaLostError(msg) from None
+        async for piece in pass_on(self._http, self._name, asked):
+            yield piece
 
     def check_health(self) -> None:
         """Raise if the server is not there any more: Ray puts another replica in this one's place.

@@ -10,8 +10,9 @@ from pagefold.integrations.ray.replica_watch import tell_watchers
 
 __all__ = ["ChosenReplicaRouter"]
 
+
 class ChosenReplicaRouter(RequestRouter):
-    """Sends a request to the replica that its argument ``replica`` names; to any, if that one is not there. Ray makes it.
+    """Sends a request to the replica that its argument ``replica`` names; to any, if that one is not there.
 
     One that is there and full is waited for.
     """

@@ -9,14 +9,16 @@ from pagefold.routing import ROUTING_POLICIES
 
 __all__ = ["FleetSettings"]
 
+_CHOSEN = frozenset({"--host", "--port", "--kv-events-config"})
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetSettings:
     """Replicas that are alike, and their front.
 
     Attributes:
-        model: as ``pagefold serve`` takes it.
-        flags: of ``pagefold serve``, for each replica; not ``--host``, ``--port``, ``--kv-events-config``.
+        arguments: of ``pagefold serve``, for each replica: the model, and flags; not ``--host``, ``--port`` and
+            ``--kv-events-config``, which the replica chooses.
         routing: the name of a routing policy.
         min_replicas, max_replicas: Ray starts and ends replicas between these, by the requests that they have.
         target_ongoing_requests: of each replica, which Ray aims at.
@@ -29,8 +31,7 @@ class FleetSettings:
         ConfigError: a value is out of range, or a flag is the front's.
     """
 
-    model: str
-    flags: tuple[str, ...] = ()
+    arguments: tuple[str, ...]
     routing: str = "prefix"
     min_replicas: int = 1
     max_replicas: int = 1
@@ -47,8 +48,8 @@ class FleetSettings:
         if not 1 <= self.min_replicas <= self.max_replicas:
             msg = f"min_replicas is {self.min_replicas} and max_replicas {self.max_replicas}."
             raise ConfigError(msg, remedy="There must be at least 1, and no fewer at most than at least.")
-        own = {"--host", "--port", "--kv-events-config"}
-        for flag in self.flags:
-            if flag.partition("=")[0] in own:
-                msg = f"{flag.partition('=')[0]} cannot be given to replicas."
+        for argument in self.arguments:
+            flag = argument.partition("=")[0]
+            if flag in _CHOSEN:
+                msg = f"{flag} cannot be given to replicas."
                 raise ConfigError(msg, remedy="Each replica has its own, which is chosen for it. Leave it out.")
