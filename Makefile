@@ -14,7 +14,7 @@ CLIENTS := $(VENV)/.clients
 SHARDS := 8
 SHARD ?=
 
-.PHONY: help setup serve demo test test-long test-gpu check format texts docs docs-serve bench peers bench-peers wheel clean
+.PHONY: help setup serve demo test test-long test-gpu test-ray check format texts docs docs-serve bench peers bench-peers wheel clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -70,6 +70,10 @@ $(CLIENTS): $(STAMP)
 
 test-gpu: setup ## what needs an NVIDIA card: skipped without one
 	@$(BIN)/python -m pytest -q tests/gpu
+
+test-ray: setup ## many servers on a real Ray, which is installed first (500 MB)
+	@$(PIP) install -c constraints.txt -e '.[ray]'
+	@$(BIN)/python -m pytest -q tests/integrations/test_fleet_on_ray.py
 
 check: setup ## lint, types, import contracts
 	@$(BIN)/ruff check -q .
