@@ -1,4 +1,4 @@
-"""What KV events say is what the tree has, whatever happens to it: the machines of kv, with an index that hears them."""
+"""What KV events say is what the tree has, whatever happens to it: the machines of kv, and an index that hears."""
 
 from __future__ import annotations
 
@@ -116,9 +116,7 @@ def test_a_path_is_told_in_one_event_and_as_vllm_tells_it():
     hashes = [int.from_bytes(one[-8:], "big") for one in block_hashes(tokens, SIZE)]
     assert heard.batches[0].events == [AllBlocksCleared()]
     (told,) = heard.events(BlockStored)
-    assert told == BlockStored(
-        hashes, None, tokens[:8], SIZE, None, "GPU", None, extra_keys=[None, None], group_idx=0
-    )
+    assert told == BlockStored(hashes, None, tokens[:8], SIZE, None, "GPU", None, extra_keys=[None, None], group_idx=0)
     house.send([*tokens[:8], *range(8)])
     house.run()
     later = heard.hear() or heard.events(BlockStored)[1]
