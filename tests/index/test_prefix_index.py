@@ -52,7 +52,7 @@ class IndexMachine(RuleBasedStateMachine):
         times=st.integers(1, 2),
         in_window=st.booleans(),
     )
-    def store(self, replica, path, begin, num, medium, times, in_window) -> None:
+    def store(self, *, replica, path, begin, num, medium, times, in_window) -> None:
         group = int(in_window and replica == "c")
         hashes = path[begin : begin + num]
         event = stored(hashes, medium, group, WINDOW if group else None)
@@ -71,7 +71,7 @@ class IndexMachine(RuleBasedStateMachine):
         medium=st.sampled_from(MEDIA),
         group=st.integers(0, 1),
     )
-    def remove(self, replica, path, begin, num, medium, group) -> None:
+    def remove(self, *, replica, path, begin, num, medium, group) -> None:
         hashes = [one.to_bytes(32, "big") for one in path[begin : begin + num]]
         self.index.apply(replica, batch(BlockRemoved(hashes, medium, group)))
         self.known.setdefault(replica, True)

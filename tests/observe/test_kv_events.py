@@ -1,4 +1,4 @@
-"""What KV events say is what the tree has, whatever happens to it: the machines of kv, with an index that hears them."""
+"""What KV events say is what the tree has, whatever happens to it: the machines of kv, and an index that hears."""
 
 from __future__ import annotations
 

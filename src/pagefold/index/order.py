@@ -160,7 +160,8 @@ class EventOrder:
         try:
             self._index.apply(self._replica, decode_batch(batch.payload))
         except PagefoldError as error:
-            _log.warning("batch %d of %s is left out: %s", batch.number, self._replica, error)
+            level = logging.DEBUG if self.counts.num_bad else logging.WARNING  # a flood of them is counted
+            _log.log(level, "batch %d of %s is left out: %s", batch.number, self._replica, error)
             self._count(num_bad=1)
             self._lose()
         else:
