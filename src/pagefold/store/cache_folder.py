@@ -18,7 +18,7 @@ from pagefold.store.disk_segments import place_bytes_of, places_of_segment, segm
 from pagefold.store.frame import FrameFormat
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from io import FileIO
     from pathlib import Path
 
@@ -36,6 +36,7 @@ __all__ = [
     "layout_sizes",
     "look",
     "read_frames",
+    "read_path",
     "verify",
 ]
 
@@ -164,6 +165,24 @@ def read_frames(folder: Path) -> Iterator[Frame]:
         rows = [(layout, list(index.frames(layout.layout_id))) for layout in index.layouts()]
     for layout, frames in rows:
         yield from _read_layout(folder, layout, frames)
+
+
+def read_path(folder: Path, layout: bytes, digests: Sequence[bytes]) -> Iterator[Frame]:
+    """Yield the frames of some blocks of a layout, in this order, up to the first that the folder does not have.
+
+    Raises:
+        ConfigError: it is no cache folder.
+    """
+    with _looking(folder) as index:
+        rows = {row.digest: row for row in index.layouts()}
+        found = {row.digest: row for row in index.frames(rows[layout].layout_id)} if layout in rows else {}
+    there: list[FrameRow] = []
+    for digest in digests:
+        if digest not in found:
+            break
+        there.append(found[digest])
+    if there:
+        yield from _read_layout(folder, rows[layout], there)
 
 
 def verify(folder: Path, progress: Callable[[int, int], None]) -> Verified:
