@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import stat
 import subprocess
 import sys
 from array import array
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -30,6 +31,9 @@ from pagefold.store.prefix_file import is_prefix_file, open_prefix
 from pagefold.store.prefix_folder import WantedPrefix, export_prefix, import_prefix
 from pagefold.store.prefix_layout import PrefixLayout
 from pagefold.store.protocol import Get
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 LAYOUT = layout_of()
 
@@ -116,6 +120,8 @@ def test_what_a_folder_lacks_is_said(tmp_path):
     ):
         with pytest.raises(ConfigError, match="has 0 of the prompt's 64 tokens"):
             export_prefix(folder, file, other, quiet, partial=True)
+    with pytest.raises(ConfigError, match="it has no blocks of tiny in this layout .*panels-v1/32/fused"):
+        export_prefix(folder, file, wanted._replace(layout=layout_of(32), namespace=layout_of(32).root()), quiet)
     with pytest.raises(ConfigError, match="do not fill a block of 16"):
         export_prefix(folder, file, wanted._replace(token_ids=TOKENS[:15]), quiet)
     assert len(read(file)) == 3, "the file that was there stays"
@@ -344,8 +350,6 @@ def test_no_flipped_bit_is_taken(whole, tmp_path_factory, data):
     at = data.draw(
         st.one_of(st.integers(0, 400), st.integers(0, EXPORT_HEADER_BYTES), st.integers(0, len(raw) - 1)), "byte"
     )
-    if 20 <= at < 24:  # what no version has used yet is in the checksum too
-        at = 19
     raw[at] ^= 1 << data.draw(st.integers(0, 7), "bit")
     refused(bytes(raw), file)
 
@@ -409,8 +413,6 @@ def lying(raw: bytes, **fields: object) -> bytes:
     ],
 )
 def test_a_header_that_lies_is_not_believed(whole, tmp_path, fields, said):
-    import re
-
     assert re.search(said, refused(lying(whole, **fields), tmp_path / "lying.kv"))
 
 
@@ -438,7 +440,7 @@ def test_a_file_that_changes_while_it_is_read_is_refused(whole, tmp_path):
         prefix.check(quiet)
         other = exported(tmp_path, LAYOUT._replace(label="other"), TOKENS[::-1]).read_bytes()
         file.write_bytes(other)
-        with pytest.raises(ConfigError, match="has changed since it was read|is damaged"):
+        with pytest.raises(ConfigError, match=r"has changed since it was read|is damaged"):
             import_prefix(PrefixBlocks(prefix), tmp_path / "there", LIMIT, quiet)
     assert held(tmp_path / "there", LAYOUT) == []
 
@@ -446,7 +448,7 @@ def test_a_file_that_changes_while_it_is_read_is_refused(whole, tmp_path):
 def test_what_is_no_file_is_refused(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for file, said in ((tmp_path / "pipe", "it is no file"), (tmp_path, "it is no file"), (tmp_path / "x", "Cannot")):
-        assert not is_prefix_file(file) if file.name != "pipe" else not is_prefix_file(file)
+        assert not is_prefix_file(file)
         with pytest.raises(ConfigError, match=said), open_prefix(file):
             pass
 

@@ -45,6 +45,7 @@ _SAYING_A_LAYOUT = (
     "model_impl",
     "quantization",
 )
+_MOST_TOKEN_ID = 2**31
 _HINTS = get_type_hints(EngineConfig, include_extras=True)
 
 LayoutFlags = make_dataclass(
@@ -121,12 +122,14 @@ def import_file(
     """
     from pagefold.store.export import import_limit  # noqa: PLC0415 - heavy
     from pagefold.store.prefix_blocks import PrefixBlocks  # noqa: PLC0415
+    from pagefold.store.prefix_conversion import conversion_of  # noqa: PLC0415
     from pagefold.store.prefix_file import open_prefix  # noqa: PLC0415
     from pagefold.store.prefix_folder import import_prefix  # noqa: PLC0415
 
     limit_bytes = import_limit(folder, limit_bytes)
     with open_prefix(file) as prefix:
-        layout = None if target.model is None else _find_layout(target.model, progress)[0]
+        layout = prefix.layout if target.model is None else _find_layout(target.model, progress)[0]
+        conversion_of(prefix.layout, layout, str(file))  # before all of a large file is read
         prefix.check(partial(progress, "reading"))
         blocks = PrefixBlocks(prefix, layout, target.tenant, target.cache_salt)
         num_kept = import_prefix(blocks, folder, limit_bytes, partial(progress, "importing"))
@@ -281,6 +284,10 @@ def _stable_tokens(asked: WarmRequest, model_folder: Path) -> list[int]:
     from pagefold.tokenizer import Tokenizer  # noqa: PLC0415 - heavy
 
     if isinstance(asked.prompt, list):
+        wrong = next((token_id for token_id in asked.prompt if not 0 <= token_id < _MOST_TOKEN_ID), None)
+        if wrong is not None:
+            msg = f"The prompt has token id {wrong:,}, which no model has."
+            raise ConfigError(msg, remedy="Give ids of the model's vocabulary.")
         return asked.prompt
     if not (model_folder / "tokenizer_config.json").is_file():
         msg = f"{model_folder} has no tokenizer."

@@ -175,7 +175,8 @@ def read_path(folder: Path, layout: bytes, digests: Sequence[bytes]) -> Iterator
     """
     with _looking(folder) as index:
         rows = {row.digest: row for row in index.layouts()}
-        found = {row.digest: row for row in index.frames(rows[layout].layout_id)} if layout in rows else {}
+        wanted, all_frames = set(digests), index.frames(rows[layout].layout_id) if layout in rows else iter(())
+        found = {row.digest: row for row in all_frames if row.digest in wanted}
     there: list[FrameRow] = []
     for digest in digests:
         if digest not in found:
@@ -307,7 +308,7 @@ def _read_layout(folder: Path, layout: LayoutRow, rows: list[FrameRow]) -> Itera
                 yield Frame(layout, row, header, payload, found, None)
 
 
-def check_frame(frames: FrameFormat, header: bytes, payload: bytes) -> BlockName | MissCause:
+def check_frame(frames: FrameFormat, header: bytes, payload: memoryview | bytes) -> BlockName | MissCause:
     """Return the block that a frame is of, if it is whole, unchanged, and under its own name; or what is wrong."""
     found = frames.read_header(header)
     if isinstance(found, MissCause):

@@ -73,6 +73,8 @@ def export_prefix(
             progress(out.num_blocks, len(names))
         if out.num_blocks < len(names) and not (partial and out.num_blocks):
             found, num_whole = out.num_blocks * size, len(names) * size
+            if layout.digest not in layout_sizes(folder):
+                why = f"it has no blocks of {layout.label} in this layout ({layout.dtype}, {layout.layout})"
             msg = f"{folder} has {found:,} of the prompt's {num_whole:,} tokens: {why}."
             raise ConfigError(msg, remedy=_how_to_have_it(found))
         return out.finish(len(wanted.token_ids))
