@@ -87,6 +87,24 @@ def test_blocks_of_another_size_are_those_that_would_have_been_computed(tiny_cha
     assert third.num_cached_tokens >= blocks.num_tokens
 
 
+@pytest.mark.long
+def test_codes_go_by_file_too(tiny_chat_model, tmp_path):
+    """What a codec knows of the model is part of the layout, which the command line finds as a server does."""
+    settings = {"dtype": "float32", "kv_cache_dtype": "int8_per_token_head", "force_kv_cache_dtype": True}
+    first = computed(tiny_chat_model, tmp_path / "first", **settings)
+    layout = layout_of(tiny_chat_model, **settings)
+    exported(tmp_path / "first", tmp_path / "prefix.kv", layout)
+    with open_prefix(tmp_path / "prefix.kv") as prefix:
+        prefix.check(lambda *_: None)
+        blocks = PrefixBlocks(prefix, layout)
+        assert import_prefix(blocks, tmp_path / "second", int(LIMIT_GIB * 2**30), lambda *_: None) == 43
+        with pytest.raises(PrefixMismatchError, match="are not numbers as they were computed on a CPU"):
+            PrefixBlocks(prefix, layout_of(tiny_chat_model, block_size=32, **settings))
+    second = computed(tiny_chat_model, tmp_path / "second", **settings)
+    assert second.outputs[0].token_ids == first.outputs[0].token_ids
+    assert second.num_cached_tokens >= 688
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [

@@ -17,9 +17,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prefix_cases import LIMIT, TOKENS, exported, folder_of, layout_of, payload_of, quiet
+from typer.testing import CliRunner
 
-from pagefold.errors import ConfigError, PagefoldError, PrefixMismatchError
+from pagefold.cli import app
+from pagefold.errors import ConfigError, InvalidRequestError, PagefoldError, PrefixMismatchError, TierError
 from pagefold.kv.names import names_behind
+from pagefold.kv.transfers import StoreError
 from pagefold.store.disk import DiskStore
 from pagefold.store.disk_folder import folder_bytes
 from pagefold.store.export import export_frames, import_frames
@@ -29,6 +32,7 @@ from pagefold.store.prefix_blocks import PrefixBlocks
 from pagefold.store.prefix_conversion import PAIRS, PANELS, conversion_of
 from pagefold.store.prefix_file import is_prefix_file, open_prefix
 from pagefold.store.prefix_folder import WantedPrefix, export_prefix, import_prefix
+from pagefold.store.prefix_intake import PrefixIntake
 from pagefold.store.prefix_layout import PrefixLayout
 from pagefold.store.protocol import Get
 
@@ -120,7 +124,7 @@ def test_what_a_folder_lacks_is_said(tmp_path):
     ):
         with pytest.raises(ConfigError, match="has 0 of the prompt's 64 tokens"):
             export_prefix(folder, file, other, quiet, partial=True)
-    with pytest.raises(ConfigError, match="it has no blocks of tiny in this layout .*panels-v1/32/fused"):
+    with pytest.raises(ConfigError, match=r"it has no blocks of tiny in this layout .*panels-v1/32/fused"):
         export_prefix(folder, file, wanted._replace(layout=layout_of(32), namespace=layout_of(32).root()), quiet)
     with pytest.raises(ConfigError, match="do not fill a block of 16"):
         export_prefix(folder, file, wanted._replace(token_ids=TOKENS[:15]), quiet)
@@ -459,6 +463,62 @@ def test_a_layout_that_no_header_has_room_for_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="What is to be told of the model takes"):
         export_prefix(folder, tmp_path / "file", WantedPrefix(layout, layout.root(), TOKENS), quiet)
     assert [path.name for path in tmp_path.iterdir()] == ["cache"]
+
+
+class KeepingStore:
+    """Remembers what is put into it, or cannot be written."""
+
+    tier = "disk"
+
+    def __init__(self, why: str = "") -> None:
+        self.kept: dict[bytes, bytes] = {}
+        self._why = why
+
+    def put(self, puts):
+        if self._why:
+            raise StoreError(self._why)
+        self.kept |= {put.name.digest: bytes(put.payload) for put in puts}
+        return len(puts)
+
+
+@settings(max_examples=100)
+@given(data=st.data())
+def test_an_engine_takes_whole_right_frames_and_nothing_else(whole, data):
+    store, frames = KeepingStore(), bytearray(whole[EXPORT_HEADER_BYTES:])
+    intake = PrefixIntake(LAYOUT, [store])
+    size = LAYOUT.frames.frame_bytes
+    at = data.draw(st.one_of(st.integers(0, 300), st.integers(0, len(frames) - 1)), "byte")
+    if at % size < 176 + 64 + 16 or at % size >= LAYOUT.frames.header_bytes:  # not the zeros behind a header
+        frames[at] ^= 1 << data.draw(st.integers(0, 7), "bit")
+    else:
+        del frames[at]
+    with pytest.raises(InvalidRequestError, match=r"is not right|a frame of a block has"):
+        intake.take(bytes(frames))
+    assert not store.kept
+
+
+def test_an_engine_s_tiers_get_all_blocks(whole):
+    stores = KeepingStore(), KeepingStore()
+    stores[1].tier = "remote"
+    taken = PrefixIntake(LAYOUT, stores).take(whole[EXPORT_HEADER_BYTES:])
+    assert (taken.num_blocks, taken.num_kept) == (4, {"disk": 4, "remote": 4})
+    assert [*stores[0].kept.values()] == [*stores[1].kept.values()] == payloads_of(LAYOUT)
+    with pytest.raises(InvalidRequestError, match="The body has 0 bytes"):
+        PrefixIntake(LAYOUT, stores).take(b"")
+    with pytest.raises(InvalidRequestError, match=r"Block 0 .*other layout"):
+        PrefixIntake(LAYOUT._replace(model="77" * 32), stores).take(whole[EXPORT_HEADER_BYTES:])
+    with pytest.raises(TierError, match="The disk tier cannot be written: it is closed"):
+        PrefixIntake(LAYOUT, [KeepingStore("it is closed")]).take(whole[EXPORT_HEADER_BYTES:])
+
+
+def test_a_name_that_is_markup_is_shown_as_it_is(tmp_path):
+    """Labels come with files, into folders, and are shown in tables."""
+    layout = LAYOUT._replace(label="[/b][link=http://evil]")
+    imported(exported(tmp_path, layout), tmp_path / "there")
+    for command in (("ls", tmp_path / "there"), ("stats", tmp_path / "there"), ("show", tmp_path / "prefix.kv")):
+        result = CliRunner().invoke(app, ["cache", *map(str, command)], env={"COLUMNS": "200"})
+        assert result.exit_code == 0
+        assert layout.label in result.stdout
 
 
 def test_arrangements_are_those_of_the_runner():

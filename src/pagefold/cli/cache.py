@@ -67,7 +67,7 @@ def list_blocks(folder: _Folder, *, as_json: _Json = False) -> None:
     for layout in _described(view)["layouts"]:
         for row in _rows(layout):
             table.add_row(
-                row["label"],
+                Text(row["label"]),  # which may have come with a file, and is no markup
                 row["layout"][:12],
                 row["namespace"][:12],
                 f"{row['num_blocks']:,}",
@@ -96,7 +96,7 @@ def show_stats(folder: _Folder, *, as_json: _Json = False) -> None:
     table.add_row("tokens", f"{described['num_tokens']:,}")
     for layout in described["layouts"]:
         size = f"{layout['num_blocks']:,} blocks of {layout['block_tokens']} tokens and {layout['block_bytes']:,} bytes"
-        table.add_row("layout", f"{layout['layout'][:12]} {layout['label']}: {size}")
+        table.add_row("layout", Text(f"{layout['layout'][:12]} {layout['label']}: {size}"))
     Console().print(table)
 
 

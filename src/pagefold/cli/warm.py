@@ -87,6 +87,8 @@ def _warm_prefix(file: Path, server: RunningServer, terms: WarmTerms, *, as_json
         return
     kept = ", ".join(f"{num:,} in {tier}" for tier, num in result["num_kept"].items())
     typer.echo(f"sent {result['num_blocks']:,} blocks of {result['num_tokens']:,} tokens: {kept}")
+    if max(result["num_kept"].values(), default=0) < result["num_blocks"]:
+        typer.echo("warning: no tier has all of them; see whether they are out, or too small", err=True)
     warmed = result["warmed"]
     if warmed is None:
         typer.echo("not warmed: whose it is was not said; they find it with their next request")

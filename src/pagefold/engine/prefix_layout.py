@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pagefold.engine.namespace import namespace_of
@@ -12,7 +13,6 @@ from pagefold.store.prefix_layout import PrefixLayout
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from pagefold.config import EngineConfig
     from pagefold.engine.blueprint import Blueprint
@@ -34,7 +34,7 @@ def prefix_layout_of(blueprint: Blueprint) -> PrefixLayout:
     """Return how an engine's blocks are made; the codec's constants are known, and :func:`why_no_prefixes` is empty."""
     namespace, geometry = namespace_of(blueprint), blueprint.geometry
     return PrefixLayout(
-        label=blueprint.config.model,
+        label=_label_of(blueprint.config.model),
         model=namespace.model,
         layout=namespace.layout,
         dtype=namespace.dtype,
@@ -42,6 +42,12 @@ def prefix_layout_of(blueprint: Blueprint) -> PrefixLayout:
         block_bytes=geometry.bytes_per_block,
         head_dim=geometry.head_dim,
     )
+
+
+def _label_of(model: str) -> str:
+    """Return what people call a model, for others: of a folder its name alone, not where it is on this machine."""
+    name = Path(model).resolve().name if Path(model).is_dir() else model
+    return "".join(character if character.isprintable() else "?" for character in name)
 
 
 def find_prefix_layout(
