@@ -30,7 +30,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from pagefold.errors import ConfigError
 from pagefold.integrations.vllm.connector_layout import block_tokens, check_layout, layout_of, pages_by_layer
-from pagefold.integrations.vllm.connector_orders import Link, StepOrders, StepReport, WorkerFacts
+from pagefold.integrations.vllm.connector_orders import StepOrders, StepReport, WorkerFacts
 from pagefold.integrations.vllm.connector_planner import KEY_BYTES, ConnectorPlanner, Progress, path_of
 from pagefold.integrations.vllm.connector_settings import ConnectorSettings
 from pagefold.integrations.vllm.connector_stats import ConnectorPromMetrics, ConnectorStats
@@ -148,23 +148,25 @@ class PagefoldConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
         pages_bytes = pages_by_layer(self._kv_cache_config)
         kept = {layer: cache for layer, cache in kv_caches.items() if layer in pages_bytes}
         pages = pages_of(page_views(kept, self._kv_cache_config.num_blocks, pages_bytes))
-        num_slots = self._settings.host_bytes // self._num_workers // pages.block_bytes
-        if not num_slots:
+        num_host_blocks = self._settings.host_bytes // self._num_workers // pages.block_bytes
+        if not num_host_blocks:
             least = pages.block_bytes * self._num_workers
             msg = f"host_bytes is {self._settings.host_bytes:,}, and a block of vLLM's takes {least:,} bytes."
             raise ConfigError(msg, remedy="Give the host's memory more, or vLLM a smaller --block-size.")
         leaves = self._settings.has_slow_tiers
         layout = layout_of(self._vllm_config, kept, vllm_version, leaves=leaves).key()
         stores: list[BlockStore] = []
-        facts = WorkerFacts(num_slots, pages.block_bytes, layout)
+        facts = WorkerFacts(num_host_blocks, pages.block_bytes, layout)
         if leaves:
-            tiers = open_tiers(self._settings, layout, pages.block_bytes, label=str(self._vllm_config.model_config.model))
+            tiers = open_tiers(
+                self._settings, layout, pages.block_bytes, label=str(self._vllm_config.model_config.model)
+            )
             stores = tiers.stores
             facts = facts._replace(links=tiers.links, on_disk=tiers.on_disk, most_on_disk=tiers.most_on_disk)
-        arena = HostArena(num_slots, pages.block_bytes)
+        arena = HostArena(num_host_blocks, pages.block_bytes)
         self._worker = ConnectorWorker(pages, arena, stores, verifies=self._settings.verifies_restored)
         self._facts = facts
-        held = f"{num_slots:,} blocks of {pages.block_bytes:,} bytes"
+        held = f"{num_host_blocks:,} blocks of {pages.block_bytes:,} bytes"
         behind = ", ".join(store.tier for store in stores) or "nothing"
         _log.info("PagefoldConnector: %s in the host's memory, behind it %s", held, behind)
 
@@ -208,7 +210,7 @@ class PagefoldConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
         """Take what the workers have told, and begin."""
         facts = [one.facts for one in metadata.values()]
-        first = facts[0]._replace(num_slots=min(one.num_slots for one in facts))
+        first = facts[0]._replace(num_host_blocks=min(one.num_host_blocks for one in facts))
         self._planner = ConnectorPlanner(first, self._block_size, self._settings.eviction_policy)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -313,7 +315,7 @@ class PagefoldConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
         if not any(data.values()):
             return None
         data["held_blocks"] = self._planner.num_held
-        data["slots"] = self._planner.core.pool.num_blocks
+        data["host_blocks"] = self._planner.core.pool.num_blocks
         data["waiting_requests"] = self._planner.num_waiting
         return ConnectorStats(data=data)
 
@@ -358,4 +360,3 @@ class PagefoldConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
 
     def _add(self, name: str, value: float) -> None:
         self._stats[name] = self._stats.get(name, 0.0) + value
-

@@ -8,19 +8,23 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
+import xxhash
 
-from pagefold.config import cache_dir
 from pagefold.errors import ConfigError
+from pagefold.files.weights import find_weight_files
 from pagefold.kv import Namespace
 
 if TYPE_CHECKING:
+    import torch
     from vllm.config import VllmConfig
 
 __all__ = ["attention_isa", "block_tokens", "check_layout", "layout_of", "pages_by_layer"]
 
 _KEEPS_ALL = {"FullAttentionSpec", "MLAAttentionSpec"}
 """vLLM's kinds of layers that keep all tokens of a request, by the name of their spec."""
+
+_PIECES, _PIECE_BYTES = 256, 2**16
+"""What is read of each file of weights to know them again: they are many gigabytes, and a start shall not wait."""
 
 _REMEDY = "Leave the connector out for this model."
 
@@ -121,10 +125,16 @@ def _stretches(vllm_config: VllmConfig) -> bool:
 
 
 def _weights(model: str, revision: str) -> str:
-    """Return what names the weights: of a folder by their bytes, so that it is the same on every machine."""
+    """Return what names the weights: of a folder by pieces of its files, so that it is the same on every machine."""
     folder = Path(model)
     if not (folder / "config.json").is_file():
         return f"{model}@{revision}"
-    from pagefold.runner.content import content_fingerprint  # noqa: PLC0415 - only with slow tiers
-
-    return content_fingerprint(folder, cache_dir())
+    digest = xxhash.xxh3_128((folder / "config.json").read_bytes())
+    for file in find_weight_files(folder):
+        size = file.stat().st_size
+        digest.update(size.to_bytes(8, "little"))
+        with file.open("rb") as opened:
+            for piece in range(_PIECES):
+                opened.seek(piece * size // _PIECES)
+                digest.update(opened.read(_PIECE_BYTES))
+    return digest.hexdigest()

@@ -1,7 +1,7 @@
 """What the two sides of the connector tell each other: vLLM's scheduler and its workers are processes of their own.
 
-The scheduler's side knows which slot of the host's memory holds which block of a path; the worker's side has the memory
-and vLLM's tensors, and knows slots and block ids alone. Once a step the one sends :class:`StepOrders`, and the other
+The scheduler's side knows which block of a path lies in which host block; the worker's side has the host's memory and
+vLLM's tensors, and knows host blocks and block ids alone. Once a step the one sends :class:`StepOrders`, and the other
 answers with a :class:`StepReport`. Both are plain values, and travel pickled.
 """
 
@@ -34,7 +34,7 @@ class LookOrder(NamedTuple):
 
 
 class FetchOrder(NamedTuple):
-    """Bring blocks of one path from a tier into slots.
+    """Bring blocks of one path from a tier into host blocks.
 
     Attributes:
         ticket: of the order.
@@ -55,11 +55,11 @@ class StepOrders(NamedTuple):
 
     Attributes:
         step: its number.
-        loads: slots that are copied into vLLM's blocks.
-        stores: vLLM's blocks that are copied into slots.
+        loads: host blocks that are copied into vLLM's blocks.
+        stores: vLLM's blocks that are copied into host blocks.
         looks, fetches: what slow tiers are asked.
         dropped: tickets of fetches that nobody waits for any more.
-        writes: slots that slow tiers are given.
+        writes: host blocks that slow tiers are given.
         clears: whether slow tiers forget everything first.
         acknowledged: the last step with a failed load that the scheduler knows of; -1 for none. What a worker computed
             behind one that is not known yet is not stored: it may have been computed from a damaged block.
@@ -90,7 +90,7 @@ class StepReport(NamedTuple):
 
     Attributes:
         step: whose orders; -1 where there were none, and only outcomes are told.
-        damaged: slots whose bytes were not those that were stored; their loads failed.
+        damaged: host blocks whose bytes were not those that were stored; their loads failed.
         stored: whether all stores were made. If not, none counts.
         outcomes: what came of slow tiers.
         num_tokens, num_requests, seconds: what the step computed, and how long that took; 0 s where nobody knows.
@@ -150,7 +150,7 @@ class WorkerFacts(NamedTuple):
     """What a worker tells before the first step.
 
     Attributes:
-        num_slots: blocks that its memory of the host holds.
+        num_host_blocks: blocks that its memory of the host holds.
         block_bytes: of one, all its layers.
         layout: names how a block's bytes are to be read.
         links: the slow tiers, faster ones first.
@@ -158,7 +158,7 @@ class WorkerFacts(NamedTuple):
         most_on_disk: how many blocks the disk may hold.
     """
 
-    num_slots: int
+    num_host_blocks: int
     block_bytes: int
     layout: bytes
     links: Sequence[Link] = ()

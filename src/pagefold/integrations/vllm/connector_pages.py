@@ -38,16 +38,18 @@ class KVPages(Protocol):
     block_bytes: int
 
     def store(self, ops: Sequence[StoreOp], arena: HostArena) -> None:
-        """Copy blocks of vLLM's into slots, each with its checksum."""
+        """Copy blocks of vLLM's into host blocks, each with its checksum."""
 
     def load(self, ops: Sequence[LoadOp], arena: HostArena) -> frozenset[int]:
-        """Copy slots into blocks of vLLM's; return the slots whose bytes are not those that their checksums are of."""
+        """Copy host blocks into blocks of vLLM's; return those whose bytes are not what their checksums are of."""
 
     def read(self, block_id: int) -> NDArray[np.uint8]:
         """Return the bytes of a block of vLLM's, in a copy."""
 
 
-def page_views(kv_caches: Mapping[str, torch.Tensor], num_blocks: int, page_bytes: Mapping[str, int]) -> list[torch.Tensor]:
+def page_views(
+    kv_caches: Mapping[str, torch.Tensor], num_blocks: int, page_bytes: Mapping[str, int]
+) -> list[torch.Tensor]:
     """Return of each layer its pages: uint8 ``[num_blocks, page_bytes]``, a view. Layers that share pages have one.
 
     Args:
@@ -62,12 +64,14 @@ def page_views(kv_caches: Mapping[str, torch.Tensor], num_blocks: int, page_byte
     for layer, cache in sorted(kv_caches.items()):
         if not isinstance(cache, torch.Tensor) or not cache.dim() or cache.shape[0] % num_blocks:
             shape = tuple(cache.shape) if isinstance(cache, torch.Tensor) else type(cache).__name__
-            msg = f"PagefoldConnector cannot keep the KV of layer {layer}: {shape} does not begin with {num_blocks} blocks."
+            msg = f"PagefoldConnector cannot keep the KV of {layer}: {shape} does not begin with {num_blocks} blocks."
             raise ConfigError(msg, remedy="Leave the connector out for this model or attention backend.")
         stride = cache.stride(0) * cache.element_size() * (cache.shape[0] // num_blocks)
         page = page_bytes[layer]
         if page > stride:
-            msg = f"PagefoldConnector cannot keep the KV of layer {layer}: pages of {page:,} bytes lie {stride:,} apart."
+            msg = (
+                f"PagefoldConnector cannot keep the KV of layer {layer}: pages of {page:,} bytes lie {stride:,} apart."
+            )
             raise ConfigError(msg, remedy="Leave the connector out for this model or attention backend.")
         view = torch.empty(0, dtype=torch.uint8, device=cache.device)
         offset = cache.storage_offset() * cache.element_size()
@@ -97,24 +101,24 @@ class PagesOnHost:
         self.block_bytes: int = ends[-1]
 
     def store(self, ops: Sequence[StoreOp], arena: HostArena) -> None:
-        """Copy blocks into slots; see :class:`KVPages`."""
+        """Copy blocks into host blocks; see :class:`KVPages`."""
         for op in ops:
-            slot = arena.blocks[op.host_id]
+            row = arena.blocks[op.host_id]
             digest = xxhash.xxh3_128()
             for view, part in zip(self._views, self._parts, strict=True):
                 page = view[op.block_id]
                 digest.update(page.data)
-                slot[part] = page
+                row[part] = page
             arena.arrived(op.host_id, digest.digest())
 
     def load(self, ops: Sequence[LoadOp], arena: HostArena) -> frozenset[int]:
-        """Copy slots into blocks; see :class:`KVPages`."""
+        """Copy host blocks into blocks; see :class:`KVPages`."""
         damaged: set[int] = set()
         for op in ops:
-            slot = arena.blocks[op.host_id]
+            row = arena.blocks[op.host_id]
             digest = xxhash.xxh3_128()
             for view, part in zip(self._views, self._parts, strict=True):
-                page = slot[part]
+                page = row[part]
                 digest.update(page.data)
                 view[op.block_id] = page
             if digest.digest() != arena.checksum(op.host_id):
@@ -144,7 +148,7 @@ class PagesOnCard:
         self._staging = torch.empty(self._at_once, self.block_bytes, dtype=torch.uint8, pin_memory=pins)
 
     def store(self, ops: Sequence[StoreOp], arena: HostArena) -> None:
-        """Copy blocks into slots; see :class:`KVPages`."""
+        """Copy blocks into host blocks; see :class:`KVPages`."""
         for start in range(0, len(ops), self._at_once):
             some = ops[start : start + self._at_once]
             blocks = self._gather([op.block_id for op in some])
@@ -153,7 +157,7 @@ class PagesOnCard:
                 arena.arrived(op.host_id, xxhash.xxh3_128_digest(block.data))
 
     def load(self, ops: Sequence[LoadOp], arena: HostArena) -> frozenset[int]:
-        """Copy slots into blocks; see :class:`KVPages`."""
+        """Copy host blocks into blocks; see :class:`KVPages`."""
         damaged: set[int] = set()
         for start in range(0, len(ops), self._at_once):
             some = ops[start : start + self._at_once]

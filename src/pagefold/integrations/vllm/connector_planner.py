@@ -1,19 +1,19 @@
 """ConnectorPlanner: which blocks the host's memory holds for vLLM, what a step copies, and what slow tiers are asked.
 
-It decides only, in the process of vLLM's scheduler: no tensors, no I/O, no clock. Slots of the host's memory are the
+It decides only, in the process of vLLM's scheduler: no tensors, no I/O, no clock. Host blocks are the
 blocks of a :class:`~pagefold.kv.KVCore`, so the tree of prefixes, the eviction policy and the audits are those of
 Pagefold's own engine. A block's key there is vLLM's hash of it, which covers its tokens, all tokens before it, its
 adapter, its pictures and its salt.
 
 The life of a block here::
 
-    plan_step   a slot is taken for it, and promised: nobody finds it yet
+    plan_step   a host block is taken for it, and promised: nobody finds it yet
     apply       the worker has written it: it is found from now on. Or not: then it never was
     lookup      a request finds the blocks of its path that are written, in a row from the first on
     begin_load  they are held, and copied before the step computes; let go of when the worker has reported
 
-What slow tiers hold is brought into slots while a request waits, and then is as anything else that the host holds.
-So a step never waits for a disk, and vLLM is never promised what is not in memory.
+What slow tiers hold is brought into host blocks while a request waits, and then is as all that the host holds. So a
+step never waits for a disk, and vLLM is never promised what is not in memory.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ _KEY_TOKENS = KEY_BYTES // TOKEN_BYTES
 _DISK, _REMOTE = "disk", "remote"
 
 _WRITING_SHARE = 4
-"""At most one slot in so many is being written to slow tiers."""
+"""At most one host block in so many is being written to slow tiers."""
 _ARRIVING_SHARE = 2
-"""At most one slot in so many is on its way in, or held by a request that waits."""
+"""At most one host block in so many is on its way in, or held by a request that waits."""
 _MOST_UNWRITTEN = 1 << 14
 """Paths that wait to be written to slow tiers; of more, the oldest are left out."""
 _LOOK_PATIENCE_S = 1.0
@@ -73,7 +73,9 @@ def path_of(hashes: Sequence[bytes], num_blocks: int, hashes_per_block: int = 1,
     if known >= num_blocks:
         return before[: num_blocks * KEY_BYTES]
     keys = (bytes(hashes[(index + 1) * hashes_per_block - 1]) for index in range(known, num_blocks))
-    return before + b"".join(key if len(key) == KEY_BYTES else blake2b(key, digest_size=KEY_BYTES).digest() for key in keys)
+    return before + b"".join(
+        key if len(key) == KEY_BYTES else blake2b(key, digest_size=KEY_BYTES).digest() for key in keys
+    )
 
 
 class Progress(NamedTuple):
@@ -125,13 +127,13 @@ class _Fetch:
     Attributes:
         ticket: of the order.
         tier: where they come from.
-        cache: holds the path before them, and their slots.
+        cache: holds the path before them, and their host blocks.
         promise: of them.
         path: keys up to the last of them.
         num_before: blocks of the path before them.
-        op_at: by slot, which of them comes there.
+        op_at: by host block, which of them comes there.
         arrived: which of them are here.
-        left: slots of which nothing has been heard.
+        left: host blocks of which nothing has been heard.
         begun_s, last_s, patience_s: when it began, when something last arrived, how long the request waits for nothing.
         is_waited: whether the request still waits.
         num_here: how many are here in a row, once it is over; None before.
@@ -140,10 +142,10 @@ class _Fetch:
     def __init__(self, ticket: int, tier: str, cache: SequenceCache, promise: Promise, path: bytes) -> None:
         self.ticket, self.tier, self.cache, self.promise, self.path = ticket, tier, cache, promise, path
         self.num_before = promise.first
-        slots = cache.tables[0].block_ids[self.num_before :]
-        self.op_at = {slot: index for index, slot in enumerate(slots)}
+        host_ids = cache.tables[0].block_ids[self.num_before :]
+        self.op_at = {host_id: index for index, host_id in enumerate(host_ids)}
         self.arrived: set[int] = set()
-        self.left = set(slots)
+        self.left = set(host_ids)
         self.begun_s = self.last_s = self.patience_s = 0.0
         self.is_waited = True
         self.num_here: int | None = None
@@ -200,7 +202,7 @@ class _Write(NamedTuple):
 
     Attributes:
         cache: holds them.
-        left: slots of which nothing has been heard.
+        left: host blocks of which nothing has been heard.
         generation: resets until then.
     """
 
@@ -226,13 +228,15 @@ class ConnectorPlanner:
         policy: who makes room first, by name.
 
     Attributes:
-        core: which slot holds what.
+        core: which host block holds what.
         arbiter: weighs bringing blocks from slow tiers against computing them.
         counts: what has happened.
     """
 
     def __init__(self, facts: WorkerFacts, block_size: int, policy: str) -> None:
-        self.core = KVCore(facts.num_slots, block_size=_KEY_TOKENS, policy=make_policy(policy, facts.num_slots))
+        self.core = KVCore(
+            facts.num_host_blocks, block_size=_KEY_TOKENS, policy=make_policy(policy, facts.num_host_blocks)
+        )
         self.arbiter = Arbiter(facts.block_bytes, block_size, compute_s_per_token=_COMPUTE_S_PER_TOKEN)
         for link in facts.links:
             self.arbiter.links[link.tier] = LinkModel(link.latency_s, link.bytes_per_s)
@@ -246,13 +250,13 @@ class ConnectorPlanner:
         self._flights: dict[int, _Flight] = {}
         self._next = _Flight()
         self._fetches: dict[int, _Fetch] = {}
-        self._fetch_at: dict[int, _Fetch] = {}  # by slot
+        self._fetch_at: dict[int, _Fetch] = {}  # by host block
         self._orders: list[FetchOrder] = []
         self._looks: list[LookOrder] = []
         self._looking: dict[int, str] = {}  # ticket -> request
         self._dropped: list[int] = []
         self._unwritten: deque[tuple[bytes, int]] = deque(maxlen=_MOST_UNWRITTEN)  # path, blocks before
-        self._writes: dict[int, _Write] = {}  # by slot
+        self._writes: dict[int, _Write] = {}  # by host block
         self._step = self._ticket = 0
         self._acknowledged = -1
         self._generation = 0
@@ -293,7 +297,9 @@ class ConnectorPlanner:
             return None
         return max(0, len(self._written(path)) - num_local)
 
-    def begin_load(self, request_id: str, path: bytes, block_ids: Sequence[int], num_local: int, num_loaded: int) -> None:
+    def begin_load(
+        self, request_id: str, path: bytes, block_ids: Sequence[int], num_local: int, num_loaded: int
+    ) -> None:
         """Let the next step restore blocks that :meth:`lookup` found.
 
         Args:
@@ -310,8 +316,8 @@ class ConnectorPlanner:
             hit = self._match(path)
             assert len(self._written_of(hit)) >= end, "vLLM restores what was not promised"
             cache, _ = self.core.acquire(hit, owner=request_id)
-            slots = cache.tables[0].block_ids
-            ops = [LoadOp(slots[index], _vllm(block_ids[index])) for index in range(num_local, end)]
+            host_ids = cache.tables[0].block_ids
+            ops = [LoadOp(host_ids[index], _vllm(block_ids[index])) for index in range(num_local, end)]
             self._next.loads.append(_Load(request_id, cache, path, ops))
             fetch = request.fetch
             if fetch is not None and fetch.num_here is not None:
@@ -334,7 +340,8 @@ class ConnectorPlanner:
 
         Args:
             progress: of the requests that the step computes.
-            num_tokens, num_requests: what the step computes.
+            num_tokens: that the step computes.
+            num_requests: that it computes them of.
         """
         flight, self._next = self._next, _Flight()
         stores: list[StoreOp] = []
@@ -406,7 +413,7 @@ class ConnectorPlanner:
     # Stores.
 
     def _plan_store(self, one: Progress, flight: _Flight) -> list[StoreOp]:
-        """Take slots for the blocks of a request that the host does not hold, as far as there is room."""
+        """Take host blocks for the blocks of a request that the host does not hold, as far as there is room."""
         request = self._requests.setdefault(one.request_id, _Request())
         if one.num_blocks <= request.cursor or not request.may_store:
             return []
@@ -433,8 +440,10 @@ class ConnectorPlanner:
         self.counts.num_unroomed += num_missing - num_new
         request.cursor = num_known + num_new
         flight.stores.append(_Store(one.request_id, cache, promise, path))
-        slots = cache.tables[0].block_ids
-        return [StoreOp(_vllm(one.block_ids[index]), slots[index]) for index in range(num_known, num_known + num_new)]
+        host_ids = cache.tables[0].block_ids
+        return [
+            StoreOp(_vllm(one.block_ids[index]), host_ids[index]) for index in range(num_known, num_known + num_new)
+        ]
 
     def _commit_stores(self, flight: _Flight) -> None:
         for store in flight.stores:
@@ -473,7 +482,7 @@ class ConnectorPlanner:
 
     # Slow tiers.
 
-    def _waits(  # noqa: PLR0913, PLR0917 - all that is known of the one who asks
+    def _waits(  # noqa: PLR0911, PLR0913, PLR0917 - all that is known of the one who asks
         self, request_id: str, request: _Request, path: bytes, nodes: list[Node], num_local: int, now: float
     ) -> bool:
         """Whether a request waits for what slow tiers have of its path."""
@@ -515,7 +524,9 @@ class ConnectorPlanner:
         if len(hit.nodes) > len(nodes):
             return False  # somebody stores or brings the next ones already
         queued = {tier: sum(len(fetch.left) for fetch in self._fetches.values()) * self._facts.block_bytes}
-        num = min(num, self._facts.num_slots // _ARRIVING_SHARE - sum(len(one.op_at) for one in self._fetches.values()))
+        num = min(
+            num, self._facts.num_host_blocks // _ARRIVING_SHARE - sum(len(one.op_at) for one in self._fetches.values())
+        )
         verdict = self.arbiter.weigh([tier] * max(0, num), queued, lambda num_blocks: num_blocks)
         num = min(verdict.num_blocks, self.core.num_available)
         if not num:
@@ -535,7 +546,7 @@ class ConnectorPlanner:
         self._fetches[fetch.ticket] = fetch
         self._fetch_at.update(dict.fromkeys(fetch.op_at, fetch))
         names = self._names_behind(path, nodes)
-        ops = [FetchOp(slot, name) for slot, name in zip(fetch.op_at, names, strict=True)]
+        ops = [FetchOp(host_id, name) for host_id, name in zip(fetch.op_at, names, strict=True)]
         self._orders.append(FetchOrder(fetch.ticket, tier, ops))
         return True
 
@@ -567,7 +578,7 @@ class ConnectorPlanner:
                 self._end_fetch(fetch, now)
 
     def _end_fetch(self, fetch: _Fetch, now: float) -> None:
-        """Let what has arrived in a row be found, and give the other slots back."""
+        """Let what has arrived in a row be found, and give the other host blocks back."""
         del self._fetches[fetch.ticket]
         num_here = next((at for at in range(len(fetch.op_at)) if at not in fetch.arrived), len(fetch.op_at))
         self.counts.num_fetched += num_here
@@ -603,19 +614,19 @@ class ConnectorPlanner:
     def _plan_writes(self) -> list[WriteOp]:
         """Give slow tiers what was stored, as long as they keep up."""
         ops: list[WriteOp] = []
-        most = max(1, self._facts.num_slots // _WRITING_SHARE)
+        most = max(1, self._facts.num_host_blocks // _WRITING_SHARE)
         while self._unwritten and len(self._writes) < most:
             path, num_before = self._unwritten.popleft()
             hit = self._match(path)
             hit = hit._replace(nodes=self._written_of(hit))
             fresh = [node for node in hit.nodes[num_before:] if name_of(node).digest not in self._on_disk]
-            fresh = [node for node in fresh if _slot(node) not in self._writes]
+            fresh = [node for node in fresh if _host_id(node) not in self._writes]
             self.counts.num_unwritten += len(path) // KEY_BYTES - len(hit.nodes)
             if fresh:
                 cache, _ = self.core.acquire(hit)
-                write = _Write(cache, {_slot(node) for node in fresh}, self._generation)
+                write = _Write(cache, {_host_id(node) for node in fresh}, self._generation)
                 self._writes.update(dict.fromkeys(write.left, write))
-                ops += [WriteOp(_slot(node), name_of(node)) for node in fresh]
+                ops += [WriteOp(_host_id(node), name_of(node)) for node in fresh]
         return ops
 
     # Inside.
@@ -633,7 +644,7 @@ class ConnectorPlanner:
         return self._written_of(self._match(path))
 
     def _is_coming(self, node: Node) -> bool:
-        return not node.committed and _slot(node) in self._fetch_at
+        return not node.committed and _host_id(node) in self._fetch_at
 
     def _names_behind(self, path: bytes, nodes: list[Node]) -> list[BlockName]:
         parent = name_of(nodes[-1]).digest if nodes else self._root
@@ -663,8 +674,8 @@ class ConnectorPlanner:
         return self._ticket
 
 
-def _slot(node: Node) -> int:
-    """Return the slot that holds a node's block."""
+def _host_id(node: Node) -> int:
+    """Return the host block that holds a node's block."""
     block = node.blocks[0]
     assert block is not None, "all of a path is kept"
     return block.block_id

@@ -62,7 +62,9 @@ class ConnectorSettings:
                 raise ConfigError(msg, remedy=f"There are: {', '.join(known)}.")
         if "host_bytes" not in given:
             msg = "kv_connector_extra_config lacks host_bytes."
-            raise ConfigError(msg, remedy='Say how much memory of the host blocks may take, as in "host_bytes": "4GiB".')
+            raise ConfigError(
+                msg, remedy='Say how much memory of the host blocks may take, as in "host_bytes": "4GiB".'
+            )
         settings = cls(
             host_bytes=_size("host_bytes", given["host_bytes"]),
             disk_path=_text("disk_path", given.get("disk_path")),

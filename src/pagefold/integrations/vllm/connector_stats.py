@@ -31,7 +31,7 @@ COUNTERS = {
 
 GAUGES = {
     "held_blocks": "Blocks that the host's memory holds.",
-    "slots": "Blocks that the host's memory can hold.",
+    "host_blocks": "Blocks that the host's memory can hold.",
     "waiting_requests": "Requests that wait for blocks from slow tiers.",
 }
 """What goes up and down, and what it is."""
@@ -73,7 +73,10 @@ class ConnectorPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # as 
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._of_engine: dict[tuple[str, int], Any] = {}
-        kinds = [(COUNTERS, metric_types[Counter], {}), (GAUGES, metric_types[Gauge], {"multiprocess_mode": "mostrecent"})]
+        kinds = [
+            (COUNTERS, metric_types[Counter], {}),
+            (GAUGES, metric_types[Gauge], {"multiprocess_mode": "mostrecent"}),
+        ]
         for texts, kind, more in kinds:
             for name, text in texts.items():
                 metric = kind(name=_PREFIX + name, documentation=text, labelnames=labelnames, **more)

@@ -38,7 +38,7 @@ class ConnectorWorker:
 
     Args:
         pages: vLLM's blocks.
-        arena: the host's memory, a slot a block.
+        arena: the host's memory.
         stores: slow tiers, faster ones first.
         verifies: whether what was restored is read back and compared.
         clock: seconds, monotonic.
@@ -60,7 +60,7 @@ class ConnectorWorker:
         self._clock = clock
         self._orders = _NOTHING
         self._fetches: dict[int, Fetch] = {}
-        self._ticket_at: dict[int, int] = {}  # slot on its way in -> ticket
+        self._ticket_at: dict[int, int] = {}  # host block on its way in -> ticket
         self._last_failed = -1
         self._failed_blocks: set[int] = set()
         self._began_s = 0.0
