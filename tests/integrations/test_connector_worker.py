@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import shutil
+import socket
+import subprocess
 import time
 from dataclasses import replace
 from itertools import pairwise
@@ -259,6 +263,45 @@ def test_a_reset_empties_the_disk_too(on_disk):
     again = Pair(settings=on_disk)
     assert again.lookup("two", path(2)) == 0
     again.worker.close()
+
+
+@pytest.fixture
+def redis(tmp_path):
+    """The port of a server of this test's own."""
+    program = shutil.which("redis-server")
+    if program is None:
+        pytest.skip("needs a redis-server")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    command = [program, "--port", str(port), "--save", "", "--bind", "127.0.0.1", "--dir", str(tmp_path)]
+    with (tmp_path / "redis.log").open("w") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+            break
+        time.sleep(0.01)
+    yield port
+    process.kill()
+    process.wait()
+
+
+def test_a_remote_store_has_what_another_vllm_has_computed(redis):
+    settings = replace(SETTINGS, remote_url=f"redis://127.0.0.1:{redis}")
+    one, other = Pair(settings=settings), Pair(settings=settings)
+    wanted = [block(one.kv, at) for at in range(3)]
+    one.step(Progress("one", path(3), [0, 1, 2]))
+    one.until_written(3)
+    for cache in other.kv.values():
+        cache.zero_()
+    assert other.lookup("two", path(4)) == 3
+    other.planner.begin_load("two", path(4), [5, 6, 7, 8], 0, 3)
+    assert other.planner.sources("two") == (3, "remote")
+    other.step()
+    assert [block(other.kv, at) for at in (5, 6, 7)] == wanted
+    assert other.lookup("three", path(2, first=50)) == 0
+    for pair in (one, other):
+        pair.worker.close()
 
 
 def test_more_than_the_disk_may_hold_pushes_out_what_was_used_longest_ago(on_disk, tmp_path):

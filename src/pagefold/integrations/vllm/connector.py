@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm import __version__ as vllm_version
@@ -341,6 +342,14 @@ class PagefoldConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
             self._worker.close()
 
     # Inside.
+
+    def _own_settings(self) -> ConnectorSettings:
+        """Return the settings, with a folder for each data parallel engine: one process at a time uses a folder."""
+        parallel, settings = self._vllm_config.parallel_config, self._settings
+        if settings.disk_path is None or parallel.data_parallel_size <= 1:
+            return settings
+        folder = Path(settings.disk_path) / f"replica-{parallel.data_parallel_rank}"
+        return replace(settings, disk_path=str(folder))
 
     def _path(self, seen: _Seen, num_blocks: int) -> bytes:
         """Return the keys of a request's first blocks, as many as vLLM has hashed."""

@@ -42,6 +42,8 @@ _PREFIX = "vllm:pagefold_"
 class ConnectorStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is not there when types are checked
     """Numbers by name: those of :data:`COUNTERS` are added up, of those of :data:`GAUGES` the last one counts."""
 
+    data: dict[str, Any]
+
     def reset(self) -> None:
         """Begin anew."""
         self.data = {}
