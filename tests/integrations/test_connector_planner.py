@@ -142,7 +142,10 @@ def test_a_tier_that_stalls_is_waited_for_no_longer_than_computing_takes() -> No
     planner = ConnectorPlanner(facts(8, ("disk",), tuple(digests_of(path))), BLOCK_SIZE, "lru")
     assert planner.lookup("one", path, 0, 0.0) is None
     orders = planner.plan_step([])
-    assert planner.lookup("one", path, 0, 0.5) == 0
+    assert planner.lookup("one", path, 0, 0.5) is None  # the worker computes a step yet
+    planner.apply(StepReport(orders.step), 0.5)
+    assert planner.lookup("one", path, 0, 0.59) is None
+    assert planner.lookup("one", path, 0, 1.0) == 0
     assert planner.plan_step([]).dropped == [orders.fetches[0].ticket]
     assert planner.core.pool.num_free == 5  # the tier may write there yet
     ops = orders.fetches[0].ops

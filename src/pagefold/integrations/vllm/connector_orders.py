@@ -50,8 +50,8 @@ class FetchOrder(NamedTuple):
 class StepOrders(NamedTuple):
     """What the worker does about one step of vLLM.
 
-    Loads come before the step computes, stores after it. What is brought from slow tiers and written to them is begun
-    after the stores, and goes on beside the steps.
+    Loads come before the step computes, stores after it. What is brought from slow tiers is begun before it, what they
+    are given after it; both go on beside the steps.
 
     Attributes:
         step: its number.

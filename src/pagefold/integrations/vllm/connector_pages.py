@@ -180,4 +180,5 @@ class PagesOnCard:
         ids = torch.tensor(block_ids, device=self._device)
         for view, part in zip(self._views, self._parts, strict=True):
             self._staging[: len(block_ids), part].copy_(view.index_select(0, ids))
-        return self._staging[: len(block_ids)].numpy()
+        gathered: NDArray[np.uint8] = self._staging[: len(block_ids)].numpy()
+        return gathered

@@ -54,7 +54,9 @@ _ARRIVING_SHARE = 2
 """At most one host block in so many is on its way in, or held by a request that waits."""
 _MOST_UNWRITTEN = 1 << 14
 """Paths that wait to be written to slow tiers; of more, the oldest are left out."""
-_LOOK_PATIENCE_S = 1.0
+_LEAST_PATIENCE_S = 0.1
+"""How long a request waits though nothing arrives, at least: a report comes once a step of vLLM's."""
+_LOOK_PATIENCE_S = 2.0
 """How long a request waits to be told what a remote tier has."""
 _COMPUTE_S_PER_TOKEN = 1e-3
 """What prefilling is thought to take before the first step was measured."""
@@ -135,6 +137,7 @@ class _Fetch:
         arrived: which of them are here.
         left: host blocks of which nothing has been heard.
         begun_s, last_s, patience_s: when it began, when something last arrived, how long the request waits for nothing.
+        is_begun: whether the worker has it: steps that others compute are nobody's delay.
         is_waited: whether the request still waits.
         num_here: how many are here in a row, once it is over; None before.
     """
@@ -143,10 +146,11 @@ class _Fetch:
         self.ticket, self.tier, self.cache, self.promise, self.path = ticket, tier, cache, promise, path
         self.num_before = promise.first
         host_ids = cache.tables[0].block_ids[self.num_before :]
-        self.op_at = {host_id: index for index, host_id in enumerate(host_ids)}
+        self.op_at: dict[int, int] = {host_id: index for index, host_id in enumerate(host_ids)}
         self.arrived: set[int] = set()
         self.left = set(host_ids)
         self.begun_s = self.last_s = self.patience_s = 0.0
+        self.is_begun = False
         self.is_waited = True
         self.num_here: int | None = None
 
@@ -217,6 +221,7 @@ class _Flight:
 
     loads: list[_Load] = field(default_factory=list)
     stores: list[_Store] = field(default_factory=list)
+    fetches: list[_Fetch] = field(default_factory=list)
 
 
 class ConnectorPlanner:
@@ -388,6 +393,9 @@ class ConnectorPlanner:
                 self._commit_stores(flight)
             for load in flight.loads:
                 self._end_load(load, report)
+            for fetch in flight.fetches:
+                fetch.is_begun = True
+                fetch.last_s = now
         for outcome in report.outcomes:
             self._note(outcome, now)
 
@@ -488,7 +496,7 @@ class ConnectorPlanner:
         """Whether a request waits for what slow tiers have of its path."""
         fetch = request.fetch
         if fetch is not None:
-            if fetch.num_here is None and now - fetch.last_s > fetch.patience_s:
+            if fetch.num_here is None and fetch.is_begun and now - fetch.last_s > fetch.patience_s:
                 self.arbiter.num_late += 1
                 self._let_go(request)
                 return False
@@ -542,7 +550,8 @@ class ConnectorPlanner:
             return False
         fetch = request.fetch = _Fetch(self._new_ticket(), tier, cache, promise, path)
         fetch.begun_s = fetch.last_s = now
-        fetch.patience_s = verdict.patience_s
+        fetch.patience_s = max(verdict.patience_s, _LEAST_PATIENCE_S)
+        self._next.fetches.append(fetch)
         self._fetches[fetch.ticket] = fetch
         self._fetch_at.update(dict.fromkeys(fetch.op_at, fetch))
         names = self._names_behind(path, nodes)

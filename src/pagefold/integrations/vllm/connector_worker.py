@@ -6,6 +6,7 @@ it and slow tiers. It decides nothing; but what it has seen fail, it does not bu
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ import numpy as np
 from pagefold.integrations.vllm.connector_orders import StepOrders, StepReport
 from pagefold.kv import Fetch
 from pagefold.kv.missing import NOTHING_MISSING
-from pagefold.kv.transfers import Fetched, MissCause, Written
+from pagefold.kv.transfers import Fetched, MissCause, StoreError, Written
 from pagefold.store.transfer_threads import TransferThreads
 
 if TYPE_CHECKING:
@@ -27,7 +28,9 @@ if TYPE_CHECKING:
 
 __all__ = ["ConnectorWorker"]
 
-_IDLE_WAIT_S = 0.002
+_log = logging.getLogger("vllm.pagefold")
+
+_IDLE_WAIT_S = 0.005
 """How long a step without tokens waits for slow tiers: vLLM would come back at once."""
 
 _NOTHING = StepOrders(-1)
@@ -73,6 +76,8 @@ class ConnectorWorker:
         """Take the orders of a step."""
         self._orders = orders
         self._report = StepReport(orders.step, num_tokens=orders.num_tokens, num_requests=orders.num_requests)
+        if self._transfers is not None:
+            self._begin_fetches(orders, self._transfers)
         self._began_s = self._clock()
 
     def load(self) -> None:
@@ -102,7 +107,7 @@ class ConnectorWorker:
         )
 
     def save(self) -> None:
-        """Store what the step has computed, and begin what goes on beside the steps."""
+        """Store what the step has computed, and give slow tiers what was stored before."""
         orders = self._orders
         now = self._clock()
         stored = not orders.stores or self._last_failed <= orders.acknowledged
@@ -116,7 +121,8 @@ class ConnectorWorker:
             )
         self._report = self._report._replace(stored=stored)
         if self._transfers is not None:
-            self._move(orders, self._transfers)
+            self._num_writing += len(orders.writes)
+            self._transfers.write(orders.writes)
 
     def failed_blocks(self) -> set[int]:
         """Return vLLM's blocks that could not be restored in this step."""
@@ -145,9 +151,13 @@ class ConnectorWorker:
 
     # Slow tiers.
 
-    def _move(self, orders: StepOrders, transfers: TransferThreads) -> None:
+    def _begin_fetches(self, orders: StepOrders, transfers: TransferThreads) -> None:
+        """Ask slow tiers while the step computes: nothing of it reads or writes where blocks come in."""
         if orders.clears:
-            transfers.clear()
+            try:
+                transfers.clear()
+            except StoreError as error:
+                _log.warning("not all slow tiers have forgotten everything: %s", error)
         for look in orders.looks:
             transfers.look(look.tier, look.names, look.ticket)
         for order in orders.fetches:
@@ -158,8 +168,6 @@ class ConnectorWorker:
         for ticket in orders.dropped:
             if ticket in self._fetches:
                 self._fetches[ticket].is_over = True
-        self._num_writing += len(orders.writes)
-        transfers.write(orders.writes)
 
     def _collect(self, transfers: TransferThreads, timeout_s: float = 0.0) -> list[Outcome]:
         if self._fetches and not self._orders.num_tokens:
