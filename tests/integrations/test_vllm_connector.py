@@ -87,6 +87,7 @@ class VLLM:
 
     def close(self) -> None:
         self.process.stdin.close()
+        self.process.stdout.close()
         self.process.wait(120)
 
 

@@ -173,7 +173,8 @@ class PagesOnCard:
 
     def read(self, block_id: int) -> NDArray[np.uint8]:
         """Return a block's bytes; see :class:`KVPages`."""
-        return self._gather([block_id])[0].copy()
+        block: NDArray[np.uint8] = self._gather([block_id])[0].copy()
+        return block
 
     def _gather(self, block_ids: list[int]) -> NDArray[np.uint8]:
         """Return blocks' bytes, in the buffer. Waits for all that the current stream has to do before."""
