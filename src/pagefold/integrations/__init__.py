@@ -1,1 +1,1 @@
-"""Other people's engines: Pagefold's cache inside vLLM, and Pagefold's servers on Ray."""
+"""Pagefold in other people's engines. Each room here imports its engine only when that engine asks for it."""

@@ -1,0 +1,1 @@
+"""Pagefold inside vLLM: classes that vLLM loads by the path of their module. Decisions stay in ``pagefold.kv``."""
