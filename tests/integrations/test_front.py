@@ -4,23 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import json
+from importlib.util import find_spec
 
 import httpx
 import pytest
 from local_server import LocalServer, until
+from typer.testing import CliRunner
 
+from pagefold.cli import app
+from pagefold.cli.serve_fleet import arguments_of_replicas
+from pagefold.errors import ConfigError
 from pagefold.index import DEFAULT_SEED, PrefixIndex, block_hashes
 from pagefold.integrations.ray.accounts import tenants_of
+from pagefold.integrations.ray.child_server import ChildServer, ServerNotStartedError
 from pagefold.integrations.ray.forwarded import Forwarded, Head, ReplicaLostError, passed_on
 from pagefold.integrations.ray.front import Front
 from pagefold.integrations.ray.front_metrics import FrontMetrics
 from pagefold.integrations.ray.passing import pass_on
 from pagefold.integrations.ray.prompts import TokenizedPrompts
+from pagefold.integrations.ray.settings import FleetSettings
 from pagefold.routing import PrefixRouting, Router
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
 BLOCK = 16
 LONG = "tell me more of this and of that " * 8
+_OF_THE_CACHE = ("prompt_tokens_details", "cache_read_input_tokens", "cache_creation_input_tokens", "input_tokens")
 _OF_ANSWERS = ("id", "created", "system_fingerprint")
 
 
@@ -93,6 +101,14 @@ class Fleet:
         return [replica for replica, sent in self.sent if sent == path]
 
 
+class Locked(LocalServer):
+    """A server whose metrics ask for a key, which the test has."""
+
+    def open_http(self) -> None:
+        super().open_http()
+        self.http.headers["authorization"] = "Bearer seen"
+
+
 @pytest.fixture(scope="module")
 def servers(tiny_chat_model):
     made = {name: LocalServer(tiny_chat_model, kv_cache_memory_bytes=2**22) for name in ("a", "b")}
@@ -112,7 +128,8 @@ def fleet(servers):
 def plain(body: bytes):
     """What an answer says, without what differs between two of the same."""
     told = json.loads(body)
-    told.get("usage", {}).pop("prompt_tokens_details", None)  # what was cached
+    for name in _OF_THE_CACHE:
+        told.get("usage", {}).pop(name, None)
     return {name: value for name, value in told.items() if name not in _OF_ANSWERS}
 
 
@@ -304,3 +321,72 @@ def test_heads_say_whether_events_follow():
     assert Head("a", 200, (("content-type", "text/event-stream; charset=utf-8"),)).is_stream
     assert not Head("a", 200, (("content-type", "application/json"),)).is_stream
     assert passed_on([("Connection", "close"), ("X-Mine", "1")]) == (("x-mine", "1"),)
+
+
+def test_who_may_see_what_all_do_is_the_servers_to_say(fleet, tiny_chat_model):
+    assert fleet.run(fleet.front.may_see_traffic(())) is None
+    locked = Locked(tiny_chat_model, kv_cache_memory_bytes=2**22, door={"metrics_key": "seen"})
+    closed = Fleet({"a": locked})
+    try:
+        refused = closed.run(closed.front.may_see_traffic(()))
+        assert refused.head.status == 401
+        assert closed.run(closed.front.may_see_traffic((("authorization", "Bearer seen"),))) is None
+    finally:
+        locked.close()
+
+
+def test_arguments_of_replicas_are_those_of_the_command_but_for_the_fronts():
+    given = ("m", "--replicas", "2", "--threads", "1", "--port=80", "--routing", "load", "--warm", "w", "--host", "h")
+    assert arguments_of_replicas(given) == ("m", "--threads", "1", "--warm", "w")
+    assert arguments_of_replicas(("--port", "80", "m", "--host=0.0.0.0")) == ("m",)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"arguments": ("m", "--port=1")}, "--port cannot be given"),
+        ({"arguments": ("m", "--kv-events-config", "{}")}, "--kv-events-config cannot be given"),
+        ({"min_replicas": 0}, "min_replicas is 0"),
+        ({"min_replicas": 3, "max_replicas": 2}, "max_replicas 2"),
+        ({"routing": "magic"}, "round_robin"),
+    ],
+)
+def test_what_a_fleet_cannot_be_is_refused(change, told):
+    with pytest.raises(ConfigError, match=told):
+        FleetSettings(**({"arguments": ("m",)} | change))
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (("--routing", "load"), "Give --replicas too"),
+        (("--max-replicas", "3"), "Give --replicas too"),
+        (("--replicas", "2", "--routing", "magic"), "round_robin"),
+        (("--replicas", "3", "--max-replicas", "2"), "max_replicas 2"),
+        (("--replicas", "2", "--port", "0"), "Give --port"),
+        (("--replicas", "2", "--kv-disk-path", "/nowhere", "--kv-offloading-size", "1"), "--kv-remote-url"),
+        (("--replicas", "2", "--record-trace", "/nowhere"), "--record-trace is of one server"),
+        (("--replicas", "2", "--kv-events-config", '{"enable_kv_cache_events": true}'), "--kv-events-config is of one"),
+        (("--replicas", "0"), "greater than or equal to 1"),
+    ],
+)
+def test_what_does_not_go_with_many_servers_is_refused(flags, told):
+    result = CliRunner().invoke(app, ["serve", "smollm2-135m", *flags])
+    assert result.exit_code == 2, result.output
+    assert told in " ".join(result.output.split())
+
+
+@pytest.mark.skipif(find_spec("ray") is not None, reason="Ray is installed")
+def test_without_ray_the_extra_is_named():
+    result = CliRunner().invoke(app, ["serve", "smollm2-135m", "--replicas", "2"])
+    assert result.exit_code == 2
+    assert 'pip install "pagefold[ray]"' in " ".join(result.output.split())
+
+
+def test_a_child_server_that_cannot_start_says_why():
+    lines = []
+    child = ChildServer(("/no/such/folder",), lines.append)
+    with pytest.raises(ServerNotStartedError, match="/no/such/folder"):
+        child.wait_until_ready()
+    assert not child.is_alive
+    assert lines

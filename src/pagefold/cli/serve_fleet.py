@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperCommand
 
 from pagefold.config import available_cpus
-from pagefold.errors import ConfigError
+from pagefold.errors import ConfigError, PagefoldError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,6 +27,10 @@ _OWN = ("--host", "--port", "--replicas", "--max-replicas", "--routing")
 _GIVEN = "pagefold.arguments"
 _OBJECT_STORE_BYTES = 200 * 2**20  # the least that is sensible: requests and answers are small
 _ADDRESS = "RAY_ADDRESS"
+
+
+class FleetNotStartedError(PagefoldError):
+    """Servers behind one address have not started."""
 
 
 class KeepsArguments(TyperCommand):
@@ -118,7 +122,13 @@ def serve_fleet(wish: FleetWish, engine: EngineConfig, server: ServerConfig) -> 
         ray.init(num_cpus=settings.max_replicas + 1, include_dashboard=False, object_store_memory=_OBJECT_STORE_BYTES)
     try:
         serve.start(http_options={"host": server.host, "port": server.port})
-        serve.run(application(settings), blocking=False, name="pagefold", route_prefix="/")
+        try:
+            serve.run(application(settings), blocking=False, name="pagefold", route_prefix="/")
+        except RuntimeError as error:
+            msg = f"The replicas have not started: {error}"
+            raise FleetNotStartedError(
+                msg, remedy="What they said is above; pagefold serve alone says the same."
+            ) from None
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: ended.set())
         name = server.served_model_name or engine.model
@@ -152,5 +162,6 @@ def _settings(wish: FleetWish, engine: EngineConfig, server: ServerConfig) -> An
         min_replicas=wish.replicas,
         max_replicas=max_replicas,
         drain_s=server.drain_s,
+        max_body_bytes=server.max_body_bytes,
         api_key_file=wish.api_key_file,
     )

@@ -45,10 +45,16 @@ class ChildServer:
     Args:
         arguments: of ``pagefold serve``; host and port are chosen here.
         log: gets every line that it prints.
+
+    Attributes:
+        metrics_key: what its ``/metrics`` asks for; None where that is open to everybody.
     """
 
     def __init__(self, arguments: Sequence[str], log: Callable[[str], None]) -> None:
-        self.metrics_key = environment_metrics_key() or secrets.token_urlsafe(16)
+        self.metrics_key = _value_of("--metrics-key", arguments) or environment_metrics_key()
+        if self.metrics_key is None and _value_of("--api-key-file", arguments) is not None:
+            self.metrics_key = secrets.token_urlsafe(16)  # else it would be the admin's alone
+        keys = {} if self.metrics_key is None else {"PAGEFOLD_METRICS_KEY": self.metrics_key}
         server = ["-m", "pagefold.cli", "serve", *arguments, "--host", "127.0.0.1", "--port", "0"]
         self._process = subprocess.Popen(  # noqa: S603 - our own server
             [sys.executable, "-c", _TIED, str(os.getpid()), *server],
@@ -56,7 +62,7 @@ class ChildServer:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env={**os.environ, "PAGEFOLD_METRICS_KEY": self.metrics_key},
+            env={**os.environ, **keys},
         )
         self._log = log
         self._last: deque[str] = deque(maxlen=_NUM_LINES)
@@ -106,3 +112,12 @@ class ChildServer:
                     self._url = found[1]
                     self._is_told.set()
         self._is_told.set()
+
+
+def _value_of(flag: str, arguments: Sequence[str]) -> str | None:
+    """Return the value that a flag has among arguments; None if it is not there."""
+    for place, argument in enumerate(arguments):
+        name, has_value, value = argument.partition("=")
+        if name == flag:
+            return value if has_value else next(iter(arguments[place + 1 :]), None)
+    return None

@@ -12,16 +12,15 @@ from collections import Counter
 from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from pagefold.integrations.ray.forwarded import Head, ReplicaLostError
+from pagefold.integrations.ray.forwarded import Forwarded, Head, ReplicaLostError
 from pagefold.routing import Prompt
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
-    from pagefold.integrations.ray.forwarded import Forwarded
     from pagefold.routing import Router
 
-__all__ = ["Answer", "Front", "PromptSource", "Send"]
+__all__ = ["Answer", "Front", "PromptSource", "Send", "no_replica", "refusal"]
 
 _log = logging.getLogger(__name__)
 
@@ -31,7 +30,7 @@ _GENERATE = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses
 _TO_ALL = frozenset({"/reset_prefix_cache"})
 """What each replica must do."""
 
-_UNAVAILABLE = 503
+_OK, _UNAVAILABLE = 200, 503
 _NOTHING = Prompt((), 1)
 
 
@@ -102,7 +101,7 @@ class Front:
             try:
                 choice = self._router.route(request_id, prompt, self._clock(), without=frozenset(tried))
             except LookupError:
-                return refused or _no_replica()
+                return refused or no_replica()
             tried.add(choice.replica)
             stream = self._send(choice.replica, asked)
             try:
@@ -123,6 +122,14 @@ class Front:
             else:
                 self._router.ended(request_id, self._clock())
             self.num_retried += 1
+
+    async def may_see_traffic(self, headers: tuple[tuple[str, str], ...]) -> Answer | None:
+        """Ask a replica whether headers bring a key to what all tenants do; return its refusal, None if they do."""
+        answer = await self.answer(Forwarded("GET", "/load", headers))
+        if answer.head.status == _OK:
+            await answer.body.aclose()
+            return None
+        return answer
 
     # What a relayed answer tells.
 
@@ -179,7 +186,7 @@ class Front:
                 answers.append(Answer(head, _of([await _joined(stream)])))
             except ReplicaLostError:
                 _log.warning("%s has gone, and %s with it", replica, asked.path)
-        return max(answers, key=lambda answer: answer.head.status, default=_no_replica())
+        return max(answers, key=lambda answer: answer.head.status, default=no_replica())
 
 
 class _Relay(AsyncGenerator[bytes]):
@@ -246,8 +253,14 @@ def _num_output_tokens(body: bytes) -> int:
     return num_tokens if isinstance(num_tokens, int) else 0
 
 
-def _no_replica() -> Answer:
+def no_replica() -> Answer:
+    """Return what is told where no replica takes requests."""
     message = "No replica takes requests now. Try again later."
-    error = {"message": message, "type": "service_unavailable_error", "param": None, "code": "engine_unavailable"}
-    headers = (("content-type", "application/json"), ("retry-after", "1"))
-    return Answer(Head("", _UNAVAILABLE, headers), _of([json.dumps({"error": error}).encode()]))
+    return refusal(_UNAVAILABLE, message, "service_unavailable_error", "engine_unavailable", (("retry-after", "1"),))
+
+
+def refusal(status: int, message: str, kind: str, code: str, headers: tuple[tuple[str, str], ...] = ()) -> Answer:
+    """Return an error of the front's own, in OpenAI's form."""
+    error = {"message": message, "type": kind, "param": None, "code": code}
+    body = json.dumps({"error": error}).encode()
+    return Answer(Head("", status, (("content-type", "application/json"), *headers)), _of([body]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ from pagefold.index import DEFAULT_SEED, PrefixIndex
 from pagefold.index.subscriber import KVEventSubscriber
 from pagefold.integrations.ray.accounts import tenants_of
 from pagefold.integrations.ray.forwarded import Forwarded, ReplicaLostError, passed_on
-from pagefold.integrations.ray.front import Front
+from pagefold.integrations.ray.front import Front, no_replica, refusal
 from pagefold.integrations.ray.front_metrics import FrontMetrics
 from pagefold.integrations.ray.prompts import TokenizedPrompts
 from pagefold.integrations.ray.replica_watch import watch_replicas
@@ -38,7 +39,12 @@ __all__ = ["PagefoldIngress"]
 
 _log = logging.getLogger("ray.serve")
 
-_OF_ONE = "/replicas/"
+_ALIVE = frozenset({"/health", "/ping"})
+_OWN = frozenset({"/metrics", "/replicas"})
+"""What the front itself tells, to those who may see what all tenants do."""
+_TURN_S = 1.0
+"""How long the front waits before it looks again for replicas that have not said who they are, or not finished."""
+
 _FIRST_S = 600.0
 """How long a request waits for the first replica to load its model, in seconds."""
 
@@ -46,6 +52,10 @@ _FIRST_S = 600.0
 def _tell_failure(following: asyncio.Task[None]) -> None:
     if not following.cancelled() and following.exception() is not None:
         _log.error("the front has lost track of its replicas", exc_info=following.exception())
+
+
+class _TooLargeError(Exception):
+    """A body is longer than it may be."""
 
 
 class _Relayed(StreamingResponse):
@@ -91,16 +101,45 @@ class PagefoldIngress:
 
     async def __call__(self, request: Request) -> Response:
         """Answer a client."""
-        target = request.url.path + (f"?{request.url.query}" if request.url.query else "")
-        if target == "/metrics":
-            return Response(self._metrics.text(self._router, self._front), media_type=CONTENT_TYPE_LATEST)
-        if target in ("/replicas", "/health", "/ping"):
-            return JSONResponse({"status": "ok", "replicas": self._told()})
-        asked = Forwarded(request.method, target, passed_on(request.headers.items()), await request.body())
-        async with asyncio.timeout(_FIRST_S):
-            await self._is_open.wait()
+        path = request.url.path
+        if path in _ALIVE:
+            return JSONResponse({"status": "ok"})
+        try:
+            body = await self._body_of(request)
+            async with asyncio.timeout(_FIRST_S):
+                await self._is_open.wait()
+        except TimeoutError:
+            return _Relayed(no_replica())
+        except _TooLargeError:
+            most = self._settings.max_body_bytes
+            message = f"The request's body is larger than {most:,} bytes. Send less, or raise --max-body-bytes."
+            return _Relayed(refusal(413, message, "invalid_request_error", "request_too_large"))
         assert self._front is not None
-        return _Relayed(await self._front.answer(asked))
+        headers = passed_on(request.headers.items())
+        if path in _OWN:
+            refused = await self._front.may_see_traffic(headers)
+            return self._own(path) if refused is None else _Relayed(refused)
+        target = path + (f"?{request.url.query}" if request.url.query else "")
+        return _Relayed(await self._front.answer(Forwarded(request.method, target, headers, body)))
+
+    def _own(self, path: str) -> Response:
+        """Return what the front tells of itself."""
+        if path == "/replicas":
+            return JSONResponse({"status": "ok", "replicas": self._told()})
+        return Response(self._metrics.text(self._router, self._front), media_type=CONTENT_TYPE_LATEST)
+
+    async def _body_of(self, request: Request) -> bytes:
+        """Return a request's body, as long as it may be.
+
+        Raises:
+            _TooLargeError: it is longer.
+        """
+        body = bytearray()
+        async for piece in request.stream():
+            body += piece
+            if len(body) > self._settings.max_body_bytes:
+                raise _TooLargeError
+        return bytes(body)
 
     # Who there is.
 
@@ -130,14 +169,22 @@ class PagefoldIngress:
         first: ReplicaAddress = await self._replicas.tell.remote()  # which makes Ray tell who there is
         self._open(first)
         assert self._router is not None
+        ending: set[str] = set()
         while True:
             known = set(self._router.open_replicas)
             for name in known - self._wanted:
                 self._router.drain(name)  # it finishes what it has, and gets nothing more
                 self._forget(name)
+                ending.add(name)
             for name in self._wanted - known:
                 await self._meet(name)
-            await self._has_changed.wait()
+            for name in [name for name in ending if not self._router.num_requests(name)]:
+                self._router.remove(name)
+                ending.discard(name)
+            is_all = not ending and self._wanted <= set(self._router.open_replicas)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(None if is_all else _TURN_S):
+                    await self._has_changed.wait()
             self._has_changed.clear()
 
     def _open(self, first: ReplicaAddress) -> None:

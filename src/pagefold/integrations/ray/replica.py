@@ -74,7 +74,7 @@ class PagefoldReplica:
             await asyncio.to_thread(self._server.stop)
 
     def _read_address(self, url: str, events: str, replay: str) -> ReplicaAddress:
-        key = {"Authorization": f"Bearer {self._server.metrics_key}"}
+        key = {} if self._server.metrics_key is None else {"Authorization": f"Bearer {self._server.metrics_key}"}
         text = httpx.get(f"{url}/metrics", headers=key, timeout=60.0).raise_for_status().text
         samples = (sample for family in text_string_to_metric_families(text) for sample in family.samples)
         labels = next(sample.labels for sample in samples if sample.name == _CONFIG)

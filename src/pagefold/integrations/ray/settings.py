@@ -25,6 +25,7 @@ class FleetSettings:
         max_ongoing_requests: of each replica; more wait at the front.
         num_cpus: of Ray, for each replica.
         drain_s: how long a replica that is ended may finish what it has, in seconds.
+        max_body_bytes: of a request, as of the replicas.
         api_key_file: the replicas' key file, which says whose a request is; None without.
 
     Raises:
@@ -39,6 +40,7 @@ class FleetSettings:
     max_ongoing_requests: int = 1024
     num_cpus: float = 1.0
     drain_s: float = 600.0
+    max_body_bytes: int = 4 * 2**20
     api_key_file: str | None = None
 
     def __post_init__(self) -> None:
