@@ -24,6 +24,7 @@ OTHERS = (
     *("--index-url", "--no-deps", "--json", "--help", "--check", "--site"),
     *("--engines", "--repeats", "--workloads"),
     "--kv-cache-metrics",  # vLLM's
+    *("--kv-transfer-config", "--disable-hybrid-kv-cache-manager"),  # vLLM's too
 )
 
 
