@@ -1,239 +1,139 @@
-"""What Pagefold brings to other people's engines and to many servers, each part beside what is asked of it.
+"""Pagefold inside other engines: what each part finds and keeps, against what the engine has itself.
 
-Parts (``--only NAME`` runs one):
+    python benchmarks/integrations.py [--only PART ...] [--trace FILE] [--stores N] [--kills N] [--json FILE]
 
-- ``index``: an index of KV events beside the trees of the replicas that sent them. Four replicas, each the real cache
-  (:class:`~pagefold.kv.KVCore`) under conversations of two tenants that do not all fit; their events as they are sent,
-  encoded and decoded; a wire that drops batches, some beyond what is kept for those who ask, and repeats others; a
-  replica that is reset, and one whose publisher begins anew. Compared are all blocks of all replicas, and the longest
-  prefixes of conversations.
+- ``policy``: hit tokens of vLLM's CPU tier on mooncake_conversation.jsonl with ``PagefoldPolicy``, LRU and ARC at equal
+  sizes, vLLM's own manager driven as its scheduler drives it (``integrations/policy_replay.py``), and Belady's bound.
+- ``tier``: bytes on the disk over the limit while chunks are stored and processes are killed, and flipped bytes that
+  become anything but a miss, of ``PagefoldTier`` and of vLLM's own filesystem tier (``integrations/tier_kill.py``).
 
-    python benchmarks/integrations.py [--only NAME] [--num-events N] [--seed N] [--json FILE]
+They run in vLLM's Python, from ``.peers/vllm`` (``make peers``). The trace is looked for in the folder
+$PAGEFOLD_TRACES, else in ../shared/traces beside the repository.
 """
 
 from __future__ import annotations
 
-import time
-from array import array
-from random import Random
-from typing import TYPE_CHECKING, NamedTuple
+import json
+import os
+import subprocess
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from report import Row, machine, parser, print_report
 
-from pagefold.index import ExtraKeys, PrefixIndex, block_hashes, tenant_salt
-from pagefold.index.order import EventOrder, Numbered
-from pagefold.index.wire import encode_batch
-from pagefold.kv import KEEP_ALL, KVCore, Namespace, make_policy
-from pagefold.observe.kv_event_batch import BatchMaker
-from pagefold.observe.kv_events import KVEvents
+from pagefold.sim.belady import BeladyCache, next_uses
+from pagefold.sim.traces import traces_folder
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Callable
 
-BLOCK_SIZE = 16
-NUM_BLOCKS = 4_000
-NUM_REPLICAS = 4
-NUM_CONVERSATIONS = 400
-TENANTS = ("", "acme")
-NUM_KEPT = 64
-DROPPED, REPEATED, LOST = 0.02, 0.02, 0.0005
-"""Of all batches: that are dropped alone, that come once more, and behind which more are dropped than are kept."""
+HERE = Path(__file__).parent
+PYTHON = Path(os.environ.get("PAGEFOLD_PEERS", HERE.parent / ".peers")) / "vllm" / "bin" / "python"
+TRACE = "mooncake_conversation.jsonl"
+CHUNK_TOKENS = 512
+SIZES = {3_000: "1.5M", 5_859: "3.0M", 10_000: "5.1M", 20_000: "10.2M"}
+ASKED_AT = 5_859
+ASKED_OF_LRU = 1.2
 
 
-# The index.
+def in_vllm(script: str, *arguments: object) -> dict[str, Any]:
+    """Run a script in vLLM's Python, and return the line of JSON that it prints last."""
+    with tempfile.TemporaryDirectory() as lent:  # what the extra "vllm" installs there
+        for name in ("xxhash",):
+            spec = find_spec(name)
+            assert spec is not None, f"{name} is of the extra serve"
+            assert spec.origin is not None, "a package"
+            (Path(lent) / name).symlink_to(Path(spec.origin).parent)
+        env = {**os.environ, "PYTHONPATH": f"{HERE.parent / 'src'}:{lent}", "VLLM_LOGGING_LEVEL": "ERROR"}
+        command = [str(PYTHON), str(HERE / "integrations" / script), *map(str, arguments)]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=env, check=True)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
-class Replica:
-    """A cache, what it publishes, and the wire to the index.
-
-    Args:
-        name: of the replica.
-        index: what hears it.
-        rng: of prompts, and of what the wire does.
-    """
-
-    def __init__(self, name: str, index: PrefixIndex, rng: Random) -> None:
-        self.name = name
-        self.rng = rng
-        self.num_events = self.num_dropped = self.num_repeated = self.num_replaced = 0
-        self._begin()
-        self.order = EventOrder(index, name, self._ask)
-        self._turns: dict[int, array[int]] = {}
-        self._num_unheard = 0
-        self._is_lossy = True
-
-    def _begin(self) -> None:
-        """Begin with nothing cached, and a publisher that counts from 0."""
-        self.noted = KVEvents()
-        self._maker = BatchMaker(BLOCK_SIZE, (KEEP_ALL,))
-        self._kept: list[Numbered] = []
-        self.core = KVCore(NUM_BLOCKS, block_size=BLOCK_SIZE, policy=make_policy("lru"), emit=self.noted)
-
-    def turn(self) -> None:
-        """Let one of the conversations go on; and send what that did to blocks."""
-        which = self.rng.randrange(NUM_CONVERSATIONS)
-        tokens = self._turns.get(which)
-        if tokens is None or len(tokens) > 100 * BLOCK_SIZE:
-            own = Random(f"{which % 20} system")
-            tokens = self._turns[which] = array("i", (own.randrange(50_000) for _ in range(20 * BLOCK_SIZE)))
-        tokens.extend(self.rng.randrange(50_000) for _ in range(self.rng.randrange(1, 20 * BLOCK_SIZE)))
-        self._compute(namespace_of(which), tokens)
-        self._send()
-
-    def reset(self) -> None:
-        """Forget all that is cached."""
-        self.core.forgetting.reset()
-        self._send()
-
-    def restart(self) -> None:
-        """Let another publisher, with an empty cache, take the place of this one."""
-        self.num_replaced += 1
-        self._begin()
-        self._send()
-
-    def heal(self) -> None:
-        """Let all arrive that was sent, and what is told anew."""
-        self._num_unheard, self._is_lossy = 0, False
-        self.order.check()
-        self._send()
-
-    def _compute(self, namespace: Namespace, tokens: array[int]) -> None:
-        core, packed = self.core, tokens.tobytes()
-        hit = core.match(namespace.key(), packed, len(tokens) - 1)._replace(partial=None, num_partial_tokens=0)
-        cache, num_found = core.acquire(hit)
-        assert core.extend(cache, num_found, len(tokens)), "there is room for any one prompt"
-        promise = core.publishing.promise(cache, packed, len(tokens))
-        if promise is not None:
-            core.publishing.commit(promise)
-        core.release(cache)
-
-    def _send(self) -> None:
-        while (noted := self.noted.take()) is not None:
-            for change in noted.changes:
-                self.num_events += (change.stored | change.removed).bit_count() or 1
-            batch = Numbered(noted.number, encode_batch(self._maker.make(noted)))
-            self._kept = [*self._kept[1 - NUM_KEPT :], batch]
-            self._carry(batch)
-
-    def _carry(self, batch: Numbered) -> None:
-        """Carry a batch to the index, or lose it, or let it come after it was asked for."""
-        draw = self.rng.random() if self._is_lossy else 1.0
-        if draw < LOST:
-            self._num_unheard = NUM_KEPT + 10
-        if self._num_unheard or draw < LOST + DROPPED:
-            self._num_unheard = max(0, self._num_unheard - 1)
-            self.num_dropped += 1
-            return
-        if draw < LOST + DROPPED + REPEATED:  # it is asked for before it comes
-            self.num_repeated += 1
-            self.order.check()
-        self.order.take(batch)
-
-    def _ask(self, first: int) -> list[Numbered]:
-        if self._kept and first < self._kept[0].number:
-            self.noted.tell_all()
-        return [batch for batch in self._kept if batch.number >= first]
+def belady_hit_tokens(trace: Path, num_chunks: int) -> int:
+    """Return how many tokens whoever knows the future finds, with bypass."""
+    paths = []
+    with trace.open(encoding="utf-8") as lines:
+        for line in lines:
+            request = json.loads(line)
+            paths.append(request["hash_ids"][: request["input_length"] // CHUNK_TOKENS])
+    cache = BeladyCache(num_chunks)
+    nexts = next_uses(paths)
+    return CHUNK_TOKENS * sum(cache.use(path, after) for path, after in zip(paths, nexts, strict=True))
 
 
-def namespace_of(which: int) -> Namespace:
-    """Return whose a conversation is."""
-    return Namespace(tenant=TENANTS[which % len(TENANTS)])
+def measure_policy(args: argparse.Namespace) -> list[Row]:
+    """Return hit tokens by size and policy."""
+    folder = traces_folder()
+    trace = args.trace or (folder and folder / TRACE)
+    if trace is None:
+        return [Row(f"{TRACE} was not found: give --trace", "", "skipped")]
+    rows = []
+    for num_chunks, size in SIZES.items():
+        found = {
+            policy: in_vllm("policy_replay.py", trace, policy, num_chunks)
+            for policy in ("lru", "arc", "PagefoldPolicy")
+        }
+        lru, ours = found["lru"]["hit_tokens"], found["PagefoldPolicy"]["hit_tokens"]
+        belady = belady_hit_tokens(trace, num_chunks)
+        rows.append(
+            Row(
+                f"hit tokens, vLLM's CPU tier of {size} tokens: PagefoldPolicy over LRU",
+                f">= {ASKED_OF_LRU} x" if num_chunks == ASKED_AT else "",
+                f"{ours / lru:.2f} x ({ours / 1e6:.1f}M; LRU {lru / 1e6:.1f}M, "
+                f"ARC {found['arc']['hit_tokens'] / 1e6:.1f}M, Belady {belady / 1e6:.1f}M)",
+                ours / lru >= ASKED_OF_LRU if num_chunks == ASKED_AT else None,
+                {**found, "belady_hit_tokens": belady},
+            )
+        )
+    return rows
 
 
-class Compared(NamedTuple):
-    """Blocks of trees and of the index, and prefixes that were looked up."""
-
-    num_blocks: int
-    num_differing: int
-    num_prefixes: int
-    num_other_prefixes: int
-
-
-def compare(index: PrefixIndex, replicas: list[Replica]) -> Compared:
-    """Compare what an index has with the trees, walked."""
-    num_blocks = num_differing = num_prefixes = num_others = 0
-    for replica in replicas:
-        maker, told = BatchMaker(BLOCK_SIZE, (KEEP_ALL,)), KVEvents()
-        truth = PrefixIndex()
-        told._on_blocks_published(Walked(tuple(replica.core.tree.nodes())))  # noqa: SLF001 - in no step
-        while (noted := told.take()) is not None:
-            truth.apply(replica.name, maker.make(noted))
-        held, right = index.holds(replica.name), truth.holds(replica.name)
-        assert len(right) == sum(node.committed for node in replica.core.tree.nodes()), "the walk has all nodes"
-        num_blocks += len(right)
-        num_differing += sum(held.get(key) != right.get(key) for key in held.keys() | right.keys())
-        for which, tokens in replica._turns.items():  # noqa: SLF001 - its own prompts
-            namespace = namespace_of(which)
-            keys = ExtraKeys(tenant_salt(namespace.tenant))
-            found = index.match(block_hashes(tokens, BLOCK_SIZE, keys)).get(replica.name, 0)
-            hit = replica.core.match(namespace.key(), tokens.tobytes(), len(tokens))
-            num_prefixes += 1
-            num_others += found != len(hit.nodes)
-    return Compared(num_blocks, num_differing, num_prefixes, num_others)
+def measure_tier(args: argparse.Namespace) -> list[Row]:
+    """Return what kills and flipped bytes do to our tier, and to vLLM's own."""
+    rows = []
+    for tier, name in (("pagefold", "PagefoldTier"), ("fs", "vLLM's fs tier")):
+        with tempfile.TemporaryDirectory() as folder:
+            found = in_vllm("tier_kill.py", tier, Path(folder) / "tier", "--stores", args.stores, "--kills", args.kills)
+        over = max(0, found["most_bytes"] - found["limit_bytes"])
+        wrong = found["wrong_after_kills"] + found["wrong_after_flips"]
+        ours = tier == "pagefold"
+        what = f"{found['num_stores']:,} stores, {found['num_kills']} times kill -9"
+        rows += [
+            Row(
+                f"{name}: bytes over {found['limit_bytes']:,}, {what}",
+                "0" if ours else "",
+                f"{over:,}",
+                not over if ours else None,
+                found,
+            ),
+            Row(
+                f"{name}: chunks with wrong bytes that vLLM got, of {found['num_flipped']} with a flipped bit",
+                "0" if ours else "",
+                f"{wrong}",
+                not wrong if ours else None,
+            ),
+        ]
+    return rows
 
 
-class Walked(NamedTuple):
-    """All nodes of a tree, as if they were published now."""
-
-    nodes: tuple[object, ...]
-
-
-def measure_index(num_events: int, seed: int) -> list[Row]:
-    """Compare an index with its replicas after so many events."""
-    rng = Random(seed)
-    index = PrefixIndex()
-    replicas = [Replica(f"replica-{number}", index, Random(f"{seed} {number}")) for number in range(NUM_REPLICAS)]
-    begin_s = time.perf_counter()
-    while sum(replica.num_events for replica in replicas) < num_events:
-        replica = rng.choice(replicas)
-        draw = rng.random()
-        if draw < 0.0005:
-            replica.reset()
-        elif draw < 0.001:
-            replica.restart()
-        else:
-            replica.turn()
-    for replica in replicas:
-        replica.heal()
-    seconds = time.perf_counter() - begin_s
-    compared = compare(index, replicas)
-    are_known = all(state.is_known for state in index.replicas().values())
-    counts = [replica.order.counts for replica in replicas]
-    values: dict[str, object] = {
-        "num_events": sum(replica.num_events for replica in replicas),
-        "num_dropped_batches": sum(replica.num_dropped for replica in replicas),
-        "num_late_batches": sum(replica.num_repeated for replica in replicas),
-        "num_restarts": sum(replica.num_replaced for replica in replicas),
-        **{f"heard_{name}": sum(getattr(one, name) for one in counts) for name in counts[0]._fields},
-        **compared._asdict(),
-        "seconds": round(seconds, 1),
-    }
-    what = f"index against {NUM_REPLICAS} replicas' trees after {values['num_events']:,} events"
-    differing = f"{compared.num_differing} of {compared.num_blocks:,} blocks differ"
-    others = f"{compared.num_other_prefixes} of {compared.num_prefixes:,}"
-    lost = sum(one.num_lost for one in counts)
-    return [
-        Row(what, "equal", differing, are_known and not compared.num_differing, values),
-        Row("its longest prefixes of conversations that are others", "0", others, not compared.num_other_prefixes),
-        Row("batches dropped, late, and losses that were made good", "", f"{values['num_dropped_batches']:,}, "
-            f"{values['num_late_batches']:,}, {lost:,}"),
-    ]  # fmt: skip
-
-
-PARTS: dict[str, Callable[[int, int], list[Row]]] = {"index": measure_index}
-"""Each part by its name: it is given a number of events and a seed."""
+PARTS: dict[str, Callable[[argparse.Namespace], list[Row]]] = {"tier": measure_tier, "policy": measure_policy}
 
 
 def main() -> None:
-    """Run the parts, and report."""
+    """Measure and print."""
     options = parser(__doc__)
-    options.add_argument("--only", choices=sorted(PARTS), help="the one part to run")
-    options.add_argument("--num-events", type=int, default=1_000_000, help="of blocks, in the part index")
-    options.add_argument("--seed", type=int, default=0)
-    chosen = options.parse_args()
-    names = [chosen.only] if chosen.only else list(PARTS)
-    rows = [row for name in names for row in PARTS[name](chosen.num_events, chosen.seed)]
-    print_report("integrations", rows, machine(), chosen.json)
+    options.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
+    options.add_argument("--trace", type=Path, help="the trace of conversations")
+    options.add_argument("--stores", type=int, default=100_000)
+    options.add_argument("--kills", type=int, default=100)
+    args = options.parse_args()
+    rows = [row for part in args.only for row in PARTS[part](args)]
+    print_report("Inside other engines", rows, machine(), args.json)
 
 
 if __name__ == "__main__":
