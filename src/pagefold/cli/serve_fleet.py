@@ -111,6 +111,7 @@ def serve_fleet(wish: FleetWish, engine: EngineConfig, server: ServerConfig) -> 
         raise ConfigError(msg, remedy='pip install "pagefold[ray]"')
     ended = threading.Event()
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_worker_niceness", "0")  # else servers would give way to everything else on the machine
     import ray  # noqa: PLC0415 - seconds, and only here
     from ray import serve  # noqa: PLC0415
 
