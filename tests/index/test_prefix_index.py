@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections import defaultdict
 
 import pytest
@@ -157,6 +159,20 @@ def test_a_name_that_comes_again_has_nothing_of_before():
     assert index.match([1, 2]) == {"b": 2, "c": 1}
     index.apply("a", batch(stored([1, 2, 3])))
     assert index.match([1, 2, 3]) == {"a": 3, "b": 2, "c": 1}
+
+
+def test_who_only_looks_up_needs_no_package():
+    code = "import sys, pagefold.index; print({'torch', 'numpy', 'zmq', 'msgspec', 'cbor2'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
+
+
+@pytest.mark.parametrize("missing", ["zmq", "msgspec", "cbor2"])
+def test_a_package_that_is_not_there_is_named_with_its_extra(missing):
+    code = f"import sys; sys.modules[{missing!r}] = None; import pagefold.index as index; index.block_hashes([1], 1); "
+    code += "import pagefold.index.subscriber"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "ConfigError" in ended.stderr
+    assert 'must be installed. pip install "pagefold[events]"' in ended.stderr
 
 
 @pytest.mark.parametrize("group", [-1, 64, 2**70])

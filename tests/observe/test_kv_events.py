@@ -171,6 +171,25 @@ def test_what_is_dropped_leaves_a_gap_and_is_made_good():
     assert heard.index.holds("a") == holds_of(house.core)
 
 
+def test_after_a_bug_of_ours_nothing_is_found(caplog):
+    heard = Heard()
+    house = House(listen=heard)
+    house.send(list(range(9)))
+    house.run()
+    heard.check(house.core)
+    heard.noted._places = None
+    house.send(list(range(20, 29)))
+    house.run()
+    assert "KV events have failed at BlocksPublished" in caplog.text
+    heard.noted._places = {}
+    heard.noted.give_up()
+    house.send(list(range(9)))
+    house.run()
+    heard.hear()
+    assert not heard.index.holds("a")
+    assert house.core.pool.num_cached
+
+
 def test_after_a_reset_nothing_is_found():
     heard = Heard()
     house = House(listen=heard)

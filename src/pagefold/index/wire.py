@@ -8,9 +8,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-import msgspec
+from pagefold.errors import ConfigError, PagefoldError
 
-from pagefold.errors import PagefoldError
+try:
+    import msgspec
+except ImportError:
+    _missing = "To read KV events, msgspec must be installed."
+    raise ConfigError(_missing, remedy='pip install "pagefold[events]"') from None
 
 if TYPE_CHECKING:
     from pagefold.index.prefix_index import Holdings

@@ -91,6 +91,7 @@ class KVEventPublisher:
         self._noted = KVEvents(config.max_queue_size)
         self._kept: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_steps)
         self._num_sent = self._num_replayed = self._num_told_anew = self._num_failed = 0
+        self._has_given_up = False
         self._num_healed = 0  # dropped batches of which the loss is made good
         self._maker: BatchMaker | None = None
         self._is_closing = threading.Event()
@@ -143,6 +144,9 @@ class KVEventPublisher:
 
     def _send_next(self, timeout_s: float) -> None:
         """Send a batch, if one comes in time."""
+        if self._noted.has_failed and not self._has_given_up:  # a bug of ours: better nothing than what is not so
+            self._has_given_up = True
+            self._noted.give_up()
         noted = self._noted.take(timeout_s)
         if noted is not None:
             assert self._maker is not None, "begun"

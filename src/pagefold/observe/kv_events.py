@@ -154,6 +154,14 @@ class KVEvents(Subscriber):
             self._changes += [Change(place, place.groups) for place in self._places.values() if place.groups]
             self._hand_over()
 
+    def give_up(self) -> None:
+        """Let the next batch say that nothing is found, and none come after it: what was noted may be wrong."""
+        with self._lock:
+            self.has_failed = True
+            self._places.clear()
+            self._changes = [CLEARED]
+            self._hand_over()
+
     # Inside.
 
     def _on_blocks_published(self, event: BlocksPublished) -> None:
