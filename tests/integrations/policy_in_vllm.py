@@ -1,7 +1,7 @@
 """Drives our cache policies and vLLM's own LRU side by side in vLLM's CPU manager: python policy_in_vllm.py NUM_STEPS.
 
-Requests of random paths run at once. Whatever a policy keeps, it must hold what the contract says: what is held or asked
-for is not evicted, and all that is asked for is evicted or nothing. And ours evicts whenever LRU can.
+Requests of random paths run at once. Whatever a policy keeps, it must hold what the contract says: what is held or
+asked for is not evicted, and all that is asked for is evicted or nothing. And ours evicts whenever LRU can.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Requests:
 
 
 def evicts_as_lru_can(policy, rng):  # noqa: C901 - two policies, call by call
-    """The bare policies: for the same chunks and pins ours evicts whenever vLLM's LRU does, and none that it may not."""
+    """The bare policies: for the same chunks and pins ours evicts whenever vLLM's LRU does, and what it may alone."""
     ours = CachePolicyFactory.get_cache_policy_cls(policy, MODULE)(CAPACITY)
     theirs = CachePolicyFactory.get_cache_policy_cls("lru")(CAPACITY)
     keys = list(dict.fromkeys(key for _ in range(8) for key in a_path(rng)))[:CAPACITY]
