@@ -332,6 +332,11 @@ class DiskStore:
         with self._busy():
             return StoreUse(len(self._entries), folder_bytes(self.path), self.limit_bytes)
 
+    def digests(self) -> list[bytes]:
+        """Return the names of all blocks of this layout that it holds, used longest ago first."""
+        with self._mutex:
+            return [entry.digest for entry in self._entries.oldest(len(self._entries))]
+
     def known_use(self) -> TierUse:
         """Return how many frames of this layout can be found; without the mutex, which writes hold for long."""
         return TierUse(len(self._entries), self._places.num_allowed)
