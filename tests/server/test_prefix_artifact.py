@@ -189,13 +189,25 @@ def test_other_layouts_are_refused_by_name_before_anything_is_written(origin, pl
     try:
         admin = ("--url", server.url, "--admin-api-key", "sk-admin")
         assert "its blocks have 16 tokens, and here they have 32" in run("warm", plain, *admin, code=2)
-        raw = bytearray(plain.read_bytes())
-        raw[-1] ^= 1
-        (tmp_path / "bad.kv").write_bytes(raw)
-        assert "is damaged" in run("warm", tmp_path / "bad.kv", *admin, code=2)
         assert server.engine.intake._stores[0].use().num_blocks == 0
     finally:
         server.close()
+
+
+def test_a_damaged_file_is_refused_before_anything_is_sent_or_written(origin, plain, tmp_path):
+    raw = bytearray(plain.read_bytes())
+    raw[-1] ^= 1
+    (tmp_path / "bad.kv").write_bytes(raw)
+    server = served(origin["model"], tmp_path / "other")
+    try:
+        admin = ("--url", server.url, "--admin-api-key", "sk-admin")
+        assert "is damaged: block" in run("warm", tmp_path / "bad.kv", *admin, code=2)
+        assert server.engine.intake._stores[0].use().num_blocks == 0
+    finally:
+        server.close()
+    assert "is damaged: block" in run("cache", "show", tmp_path / "bad.kv", code=2)
+    assert "is damaged: block" in run("cache", "import", tmp_path / "bad.kv", tmp_path / "kv", "--limit", "30M", code=2)
+    assert not (tmp_path / "kv").exists()
 
 
 def test_what_makes_no_sense_is_refused(origin, plain, tmp_path):
