@@ -15,9 +15,10 @@ import pytest
 import torch
 
 from pagefold.errors import ConfigError
+from pagefold.integrations.vllm.connector_directory import KEY_BYTES
 from pagefold.integrations.vllm.connector_orders import StepOrders, WorkerFacts
 from pagefold.integrations.vllm.connector_pages import PagesOnCard, PagesOnHost, page_views, pages_of
-from pagefold.integrations.vllm.connector_planner import KEY_BYTES, ConnectorPlanner, Progress
+from pagefold.integrations.vllm.connector_planner import ConnectorPlanner, Progress
 from pagefold.integrations.vllm.connector_settings import ConnectorSettings
 from pagefold.integrations.vllm.connector_tiers import open_tiers
 from pagefold.integrations.vllm.connector_versions import KNOWN_VERSIONS, check_version
@@ -133,7 +134,7 @@ class Pair:
         self.arena = HostArena(num_host_blocks, block_bytes)
         self.worker = ConnectorWorker(pages(self.kv), self.arena, stores, verifies=True)
         self.planner = ConnectorPlanner(facts, TOKENS, "lru")
-        self.planner.arbiter.compute_s_per_token = 1.0  # loading always pays
+        self.planner.tiering.arbiter.compute_s_per_token = 1.0  # loading always pays
 
     def step(self, *progress, num_tokens=0):
         """Carry out a step; return its orders and its report."""

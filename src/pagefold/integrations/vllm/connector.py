@@ -30,9 +30,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from pagefold.errors import ConfigError
+from pagefold.integrations.vllm.connector_directory import KEY_BYTES, path_of
 from pagefold.integrations.vllm.connector_layout import block_tokens, check_layout, layout_of, pages_by_layer
 from pagefold.integrations.vllm.connector_orders import StepOrders, StepReport, WorkerFacts
-from pagefold.integrations.vllm.connector_planner import KEY_BYTES, ConnectorPlanner, Progress, path_of
+from pagefold.integrations.vllm.connector_planner import ConnectorPlanner, Progress
 from pagefold.integrations.vllm.connector_settings import ConnectorSettings
 from pagefold.integrations.vllm.connector_stats import ConnectorPromMetrics, ConnectorStats
 from pagefold.integrations.vllm.connector_versions import check_version
