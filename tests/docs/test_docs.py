@@ -23,7 +23,7 @@ OTHERS = (
     *("--shard", "--measure-long", "--hostile-bodies"),
     *("--index-url", "--no-deps", "--json", "--help", "--check", "--site"),
     *("--engines", "--repeats", "--workloads"),
-    "--kv-cache-metrics",  # vLLM's
+    *("--kv-cache-metrics", "--prefix-caching-hash-algo"),  # vLLM's
     *("--kv-transfer-config", "--disable-hybrid-kv-cache-manager"),  # vLLM's too
 )
 

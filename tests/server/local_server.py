@@ -24,6 +24,7 @@ from pagefold.engine.engine_thread import EngineThread
 from pagefold.engine.planning import plan_engine
 from pagefold.events import fan_out
 from pagefold.kv import audit
+from pagefold.observe.kv_event_metrics import KVEventMetrics
 from pagefold.observe.ledger import Ledger
 from pagefold.observe.metrics import Metrics
 from pagefold.observe.overview import Overview
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from pagefold.observe.kv_event_publisher import KVEventPublisher
     from pagefold.observe.traces import Traces
     from pagefold.steps import Runner, StepPlan, StepResult
 
@@ -221,6 +223,7 @@ class LocalServer(AnyServer):
         send_buffer_bytes: int | None = None,
         record_trace: Path | None = None,
         traces: Traces | None = None,
+        kv_events: KVEventPublisher | None = None,
         **settings: Any,
     ) -> None:
         self.model = "tiny"
@@ -235,7 +238,12 @@ class LocalServer(AnyServer):
         if self.recorder is not None:
             self.recorder.begin(config, blueprint.capacity.num_blocks, blueprint.capacity.num_host_blocks)
             emit = fan_out(emit, self.recorder)
+        if kv_events is not None:
+            emit = fan_out(emit, kv_events)
+            metrics.registry.register(KVEventMetrics(self.model, kv_events))
         self.engine = build_engine(blueprint, emit=emit)
+        if kv_events is not None:
+            kv_events.begin(self.engine.scheduler.core.block_size, tuple(self.engine.scheduler.core.rules))
         self.arena = self.engine.runner.arena
         self.runner = ControlledRunner(self.engine.runner)
         self.engine.runner = self.runner

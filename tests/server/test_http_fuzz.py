@@ -56,7 +56,7 @@ WHATIF = "/v1/cache/whatif"
 STORED = "/v1/responses/{response_id}"
 SESSION = "/v1/sessions/{session_id}"
 ADMINS = ["/reset_prefix_cache", "/server_info", "/v1/dashboard", "/v1/cache/pins", "/v1/cache/pins/{pin_id}"]
-ADMINS.append("/v1/cache/quotas")
+ADMINS += ["/v1/cache/quotas", "/v1/cache/layout", "/v1/cache/import"]
 
 
 @pytest.fixture(scope="module")

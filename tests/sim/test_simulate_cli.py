@@ -333,3 +333,39 @@ def test_the_conversation_trace_is_as_others_replay_it():
     got = [each["token_hit_ratio"] for each in told["runs"]]
     assert got == pytest.approx([0.139, 0.360], abs=0.005)
     assert told["infinite_token_hit_ratio"] == pytest.approx(0.3736, abs=0.0005)
+
+
+# Several servers.
+
+
+def test_routing_policies_are_compared_beside_one_cache():
+    told = answer(SMALL, "--replicas", "3", "--cache-tokens", "8k", "--routing", "prefix,round_robin")
+    assert [each["routing"] for each in told["runs"]] == ["prefix", "round_robin"]
+    assert all(len(each["replicas"]) == told["num_replicas"] == 3 for each in told["runs"])
+    best = told["together"]["token_hit_ratio"]
+    ours, theirs = (each["token_hit_ratio"] for each in told["runs"])
+    assert best >= ours > theirs
+    assert told["runs"][0]["hits_over_together"] == ours / best
+    shown = run(SMALL, "--replicas", "3", "--cache-tokens", "8k").stdout
+    assert "one cache" in shown
+    assert f"{ours:.1%}" in shown
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (("--routing", "prefix"), "--replicas is missing"),
+        (("--replicas", "2"), "one --cache-tokens"),
+        (("--replicas", "2", "--cache-tokens", "8k,9k"), "one --cache-tokens"),
+        (("--replicas", "2", "--cache-tokens", "8k", "--policy", "lru,fifo"), "at most one --policy"),
+        (("--replicas", "2", "--cache-tokens", "8k", "--routing", "magic"), "round_robin"),
+        (("--replicas", "2", "--cache-tokens", "8k", "--bounds"), "--bounds says nothing"),
+        (("--replicas", "2", "--cache-tokens", "8k", "--host-tokens", "9k"), "--host-tokens says nothing"),
+        (("--replicas", "2", "--cache-only"), "--replicas says nothing"),
+        (("--replicas", "99999", "--cache-tokens", "8k"), "99999"),
+        (("--replicas", "2", "--cache-tokens", "100"), "needs"),
+    ],
+)
+def test_what_says_nothing_to_several_servers_is_refused(flags, told):
+    result = run(SMALL, *flags, code=2)
+    assert told in " ".join(result.output.split())

@@ -8,6 +8,7 @@ import typer
 
 from pagefold import __version__
 from pagefold.cli import bench, cache, calibrate, demo, evaluate, explain, models, plan, serve, simulate, top, warm
+from pagefold.cli.serve_fleet import KeepsArguments
 
 __all__ = ["app"]
 
@@ -18,7 +19,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command("serve")(serve.serve)
+app.command("serve", cls=KeepsArguments)(serve.serve)
 app.command("warm")(warm.warm)
 app.command("explain")(explain.explain)
 app.command("top")(top.top)

@@ -11,15 +11,29 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from pagefold.cli.fail import fail
+from pagefold.cli.options import with_flags
 from pagefold.cli.permissions import tell_of_bundle, tell_of_cache_folder
+from pagefold.cli.prefix import (
+    LayoutFlags,
+    ModelWanted,
+    PrefixTarget,
+    PromptWanted,
+    export_prompt,
+    import_file,
+    lines_of,
+    refuse_given,
+    told_of,
+)
 from pagefold.cli.size import parse_size
 from pagefold.errors import ConfigError, PagefoldError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from pagefold.hub.progress import Progress
     from pagefold.store.cache_folder import CacheView
 
 __all__ = ["app"]
@@ -28,8 +42,10 @@ app = typer.Typer(help="Cache folders on a disk: look into them, verify, clear, 
 
 _Folder = Annotated[Path, typer.Argument(help="A cache folder: what a server got as --kv-disk-path.", metavar="FOLDER")]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-
-
+_Tenant = Annotated[
+    str | None, typer.Option(metavar="TENANT", help="Of a prefix: whose it is, as the key file names them.")
+]
+_Salt = Annotated[str | None, typer.Option(metavar="SALT", help="Of a prefix: the cache_salt of its requests.")]
 _Fix = Annotated[
     bool,
     typer.Option("--fix-permissions", help="Take from others on this machine all rights to what is there already."),
@@ -51,7 +67,7 @@ def list_blocks(folder: _Folder, *, as_json: _Json = False) -> None:
     for layout in _described(view)["layouts"]:
         for row in _rows(layout):
             table.add_row(
-                row["label"],
+                Text(row["label"]),  # which may have come with a file, and is no markup
                 row["layout"][:12],
                 row["namespace"][:12],
                 f"{row['num_blocks']:,}",
@@ -80,7 +96,7 @@ def show_stats(folder: _Folder, *, as_json: _Json = False) -> None:
     table.add_row("tokens", f"{described['num_tokens']:,}")
     for layout in described["layouts"]:
         size = f"{layout['num_blocks']:,} blocks of {layout['block_tokens']} tokens and {layout['block_bytes']:,} bytes"
-        table.add_row("layout", f"{layout['layout'][:12]} {layout['label']}: {size}")
+        table.add_row("layout", Text(f"{layout['layout'][:12]} {layout['label']}: {size}"))
     Console().print(table)
 
 
@@ -113,18 +129,51 @@ def clear_blocks(folder: _Folder, *, fix_permissions: _Fix = False, as_json: _Js
 
 
 @app.command("export")
-def export_blocks(
+@with_flags(Prefix=LayoutFlags)
+def export_blocks(  # noqa: PLR0913 - one parameter a flag
     folder: _Folder,
     file: Annotated[Path, typer.Argument(help="What to write; replaced if it is there.", metavar="FILE")],
     *,
+    prompt: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PROMPT",
+            help="Write this prompt's blocks alone: a text, or JSON with prompt or messages, as pagefold warm takes.",
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL", help="Whose blocks, with --prompt: the server's model, with its flags below."),
+    ] = None,
+    tenant: _Tenant = None,
+    cache_salt: _Salt = None,
+    partial: Annotated[
+        bool, typer.Option("--partial", help="Write the prompt's first blocks where the others are not there.")
+    ] = False,
     as_json: _Json = False,
+    **flags: Any,  # noqa: ANN401 - of the layout
 ) -> None:
-    """Write all blocks of a folder into one file; also while a server uses it. Who reads it can read prompts."""
-    with _failing(), _bar("exporting") as progress:
+    """Write all blocks of a folder, or one prompt's, into a file; also while a server uses it.
+
+    Who reads the file can read prompts.
+    """
+    if prompt is not None:
+        wanted = PromptWanted(prompt, ModelWanted(model, flags), tenant, cache_salt, partial)
+        with _failing(), _bars() as progress:
+            tell_of_cache_folder(folder)
+            about = export_prompt(folder, file, wanted, progress)
+        num_bytes = file.stat().st_size
+        said = f"{about.num_tokens:,} of {about.num_prompt_tokens:,} tokens, {num_bytes:,} bytes in {file}"
+        typer.echo(json.dumps({"num_bytes": num_bytes, **told_of(about)}) if as_json else said)
+        return
+    with _failing(), _bar("exporting") as progress_of_all:
+        refuse_given(
+            "go with --prompt", {"--model": model, "--tenant": tenant, "--cache-salt": cache_salt}, is_there=partial
+        )
         from pagefold.store.export import export_frames  # noqa: PLC0415 - heavy
 
         tell_of_cache_folder(folder)
-        num_blocks, num_wrong = export_frames(folder, file, progress)
+        num_blocks, num_wrong = export_frames(folder, file, progress_of_all)
     num_bytes = file.stat().st_size
     if as_json:
         typer.echo(json.dumps({"num_blocks": num_blocks, "num_wrong": num_wrong, "num_bytes": num_bytes}))
@@ -134,7 +183,8 @@ def export_blocks(
 
 
 @app.command("import")
-def import_blocks(
+@with_flags(Prefix=LayoutFlags)
+def import_blocks(  # noqa: PLR0913 - one parameter a flag
     file: Annotated[Path, typer.Argument(help="What pagefold cache export wrote.", metavar="FILE")],
     folder: Annotated[Path, typer.Argument(help="A cache folder, or one to be made.", metavar="FOLDER")],
     *,
@@ -142,17 +192,43 @@ def import_blocks(
         str | None,
         typer.Option(metavar="SIZE", help="How large the folder may become, as 10G; what it has if not given."),
     ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            help="Of a prefix: refuse it if a server of this model, with these flags, has no use for it.",
+        ),
+    ] = None,
+    tenant: _Tenant = None,
+    cache_salt: _Salt = None,
     fix_permissions: _Fix = False,
     as_json: _Json = False,
+    **flags: Any,  # noqa: ANN401 - of the layout
 ) -> None:
-    """Put an exported file's blocks into a folder that no server is using, each checked. Import only what you trust."""
-    limit_bytes = None if limit is None else parse_size(limit)
-    with _failing(), _bar("importing") as progress:
-        from pagefold.store.export import import_frames  # noqa: PLC0415 - heavy
+    """Put an exported file's blocks into a folder that no server is using, each checked. Import only what you trust.
 
+    A prefix, which --prompt has exported, is read whole before any of it is written. With --model blocks of another
+    size are converted.
+    """
+    limit_bytes = None if limit is None else parse_size(limit)
+    with _failing():
         tell_of_bundle(file, fix=fix_permissions)
         tell_of_cache_folder(folder, fix=fix_permissions)
-        imported = import_frames(file, folder, limit_bytes, progress)
+        from pagefold.store.prefix_file import is_prefix_file  # noqa: PLC0415 - heavy
+
+        if is_prefix_file(file):
+            target = PrefixTarget(None if model is None else ModelWanted(model, flags), tenant, cache_salt)
+            with _bars() as progress:
+                num_kept, told = import_file(file, folder, limit_bytes, target, progress)
+            whole = {"num_kept": num_kept, **told}
+            said = f"{told['num_blocks']:,} blocks of {told['num_tokens']:,} tokens read, {num_kept:,} are in {folder}"
+            typer.echo(json.dumps(whole) if as_json else said)
+            return
+        refuse_given("go with the file of a prefix", {"--model": model, "--tenant": tenant, "--cache-salt": cache_salt})
+    with _failing(), _bar("importing") as progress_of_all:
+        from pagefold.store.export import import_frames  # noqa: PLC0415 - heavy
+
+        imported = import_frames(file, folder, limit_bytes, progress_of_all)
     num_wrong = sum(imported.wrong.values())
     if as_json:
         typer.echo(
@@ -162,6 +238,29 @@ def import_blocks(
         typer.echo(f"{imported.num_frames:,} blocks read, {imported.num_kept:,} are in {folder}")
     if num_wrong:
         fail(PagefoldError(f"{num_wrong:,} blocks of {file} were wrong and are left out: {_said(imported.wrong)}."))
+
+
+@app.command("show")
+def show_file(
+    file: Annotated[Path, typer.Argument(help="What pagefold cache export --prompt wrote.", metavar="FILE")],
+    *,
+    as_json: _Json = False,
+) -> None:
+    """Show what prefix a file holds, of which model and layout, after all of it was read and found right."""
+    with _failing(), _bar("reading") as progress:
+        from pagefold.store.prefix_file import open_prefix  # noqa: PLC0415 - heavy
+
+        tell_of_bundle(file)
+        with open_prefix(file) as prefix:
+            prefix.check(progress)
+            told = told_of(prefix.about)
+    if as_json:
+        typer.echo(json.dumps(told, indent=2))
+        return
+    table = Table.grid(padding=(0, 2))
+    for name, value in lines_of(prefix.about).items():
+        table.add_row(name, Text(value))
+    Console().print(table)
 
 
 def _look(folder: Path) -> CacheView:
@@ -227,8 +326,14 @@ def _failing() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _bar(what: str) -> Iterator[Callable[[int, int], None]]:
+def _bars() -> Iterator[Progress]:
     from pagefold.cli.models import progress_bar  # noqa: PLC0415 - only for long work
 
     with progress_bar() as show:
+        yield show
+
+
+@contextlib.contextmanager
+def _bar(what: str) -> Iterator[Callable[[int, int], None]]:
+    with _bars() as show:
         yield lambda done, total: show(what, done, total)

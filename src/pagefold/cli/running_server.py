@@ -58,7 +58,23 @@ class RunningServer:
             ConfigError: everything would be refused: it is not for us, or no Pagefold server.
         """
         body = None if fields is None else json.dumps(fields).encode()
-        request = urllib.request.Request(f"{self.url}{path}", body, self._headers)  # noqa: S310 - checked above
+        return self._ask(urllib.request.Request(f"{self.url}{path}", body, self._headers), told)  # noqa: S310 - checked
+
+    def send(self, path: str, told: str, body: bytes) -> dict[str, Any]:
+        """Return what the server answers to a POST of bytes.
+
+        Args:
+            path: of the route.
+            told: what ``object`` says in its answer.
+            body: the bytes.
+
+        Raises:
+            InvalidRequestError, NoAnswerError, ConfigError: as :meth:`ask`.
+        """
+        headers = {**self._headers, "Content-Type": "application/octet-stream"}
+        return self._ask(urllib.request.Request(f"{self.url}{path}", body, headers), told)  # noqa: S310 - as above
+
+    def _ask(self, request: urllib.request.Request, told: str) -> dict[str, Any]:
         try:
             with urllib.request.urlopen(request, timeout=self._patience_s) as response:  # noqa: S310 - as above
                 answer = json.load(response)

@@ -10,7 +10,7 @@ import time
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn
 
 import typer
 
@@ -18,10 +18,14 @@ from pagefold import __version__
 from pagefold.cli.fail import fail
 from pagefold.cli.options import read_flags, with_flags
 from pagefold.cli.permissions import tell_of_served
+from pagefold.cli.serve_fleet import FleetWish, KeepsArguments, serve_fleet
 from pagefold.config import (
     EngineConfig,
+    KVEventsConfig,
     ServerConfig,
     environment_admin_key,
+    environment_hash_seed,
+    environment_int_hashes,
     environment_metrics_key,
     environment_remote_url,
     quotas_of,
@@ -35,6 +39,7 @@ if TYPE_CHECKING:
     from pagefold.config import Account
     from pagefold.engine.engine import Engine
     from pagefold.events import Emit
+    from pagefold.observe.kv_event_publisher import KVEventPublisher
     from pagefold.observe.recorder import TraceRecorder
     from pagefold.observe.traces import Traces
     from pagefold.server.process import WarmPrompt
@@ -57,10 +62,24 @@ _NEEDED = (
 _log = logging.getLogger(__name__)
 
 _DOOR = "Server"
+_FLEET = "Many servers"
+
+
+class _Subscribers(NamedTuple):
+    """Who begins to hear events when there is an engine.
+
+    Attributes:
+        recorder: of a trace.
+        kv_events: what sends KV events.
+    """
+
+    recorder: TraceRecorder | None
+    kv_events: KVEventPublisher | None
 
 
 @with_flags(Server=ServerConfig, Engine=EngineConfig)
-def serve(
+def serve(  # noqa: PLR0913 - flags, by name
+    context: typer.Context,
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="A built-in name, a local folder, or a hub id org/name.")
     ],
@@ -85,6 +104,16 @@ def serve(
             rich_help_panel=_DOOR,
         ),
     ] = None,
+    kv_events_config: Annotated[
+        str | None,
+        typer.Option(
+            metavar="JSON",
+            help="Send KV events, as vLLM does: "
+            '\'{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"}\'. '
+            'It takes pip install "pagefold[events]".',
+            rich_help_panel=_DOOR,
+        ),
+    ] = None,
     fix_permissions: Annotated[
         bool,
         typer.Option(
@@ -93,12 +122,38 @@ def serve(
             rich_help_panel=_DOOR,
         ),
     ] = False,
+    replicas: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help='So many servers behind this address, on Ray Serve: it takes pip install "pagefold[ray]".',
+            rich_help_panel=_FLEET,
+        ),
+    ] = None,
+    max_replicas: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="More are started up to so many, and ended, by the requests that there are; no more if not given.",
+            rich_help_panel=_FLEET,
+        ),
+    ] = None,
+    routing: Annotated[
+        str | None,
+        typer.Option(
+            help="By what requests are routed: prefix (what replicas hold), load, round_robin, random [prefix].",
+            rich_help_panel=_FLEET,
+        ),
+    ] = None,
     **flags: Any,  # noqa: ANN401 - of the configs
 ) -> None:
     """Serve MODEL with OpenAI's HTTP API."""
     began = time.monotonic()
     try:
         check_installed()
+        events_config = KVEventsConfig() if kv_events_config is None else KVEventsConfig.of_json(kv_events_config)
         tell_of_served(_path(flags["kv_disk_path"]), record_trace, _path(api_key_file), fix=fix_permissions)
         if flags["kv_remote_url"] is None:
             flags["kv_remote_url"] = environment_remote_url()
@@ -115,11 +170,28 @@ def serve(
         if record_trace is not None and engine_config.masks:
             msg = "What was kept of older tokens is not part of a recording yet."
             raise ConfigError(msg, remedy="Leave out --record-trace, or --kv-keep.")
+        if events_config.is_on and engine_config.masks:
+            msg = "What was kept of older tokens is not part of KV events yet."
+            raise ConfigError(msg, remedy="Leave out --kv-events-config, or --kv-keep.")
         prompts = [] if warm is None else _warm_prompts(warm)
-        exit_code = _run(engine_config, server_config, prompts, began, _recorder(record_trace))
+        wish = FleetWish(KeepsArguments.arguments_of(context), replicas, max_replicas, routing, api_key_file)
+        if wish.is_given:
+            _refuse_of_one(record_trace, events_config)
+            serve_fleet(wish, engine_config, server_config)
+            return
+        kv_events = _kv_events(events_config)
+        exit_code = _run(engine_config, server_config, prompts, began, _Subscribers(_recorder(record_trace), kv_events))
     except PagefoldError as error:
         fail(error)
     raise typer.Exit(exit_code)
+
+
+def _refuse_of_one(record_trace: Path | None, events: KVEventsConfig) -> None:
+    """Refuse what each of several servers would do in the same place."""
+    for flag, is_given in (("--record-trace", record_trace is not None), ("--kv-events-config", events.is_on)):
+        if is_given:
+            msg = f"{flag} is of one server: several cannot have the same."
+            raise ConfigError(msg, remedy=f"Leave out {flag}, or --replicas.")
 
 
 def _accounts(path: str | None, config: EngineConfig) -> tuple[Account, ...]:
@@ -175,6 +247,18 @@ def _recorder(file: Path | None) -> TraceRecorder | None:
     return None if file is None else TraceRecorder(file, time.monotonic)
 
 
+def _kv_events(config: KVEventsConfig) -> KVEventPublisher | None:
+    if not config.is_on:
+        return None
+    from pagefold.index import DEFAULT_SEED  # noqa: PLC0415 - only here
+    from pagefold.observe.kv_event_publisher import KVEventPublisher  # noqa: PLC0415 - imports pyzmq and msgspec
+
+    seed = environment_hash_seed()
+    return KVEventPublisher(
+        config, seed=DEFAULT_SEED if seed is None else seed, uses_int_hashes=environment_int_hashes()
+    )
+
+
 def _traces(config: ServerConfig, model_name: str) -> Traces | None:
     if config.otlp_traces_endpoint is None:
         return None
@@ -189,7 +273,7 @@ def _run(
     config: ServerConfig,
     prompts: list[WarmPrompt],
     began: float,
-    recorder: TraceRecorder | None,
+    heard_by: _Subscribers,
 ) -> int:
     from pagefold.observe.logs import set_up_logs  # noqa: PLC0415 - imports python-json-logger
     from pagefold.server.listener import listen, raise_open_files  # noqa: PLC0415 - as below
@@ -218,14 +302,15 @@ def _run(
         model_name=model_name,
         config=config,
         listener=listener,
-        start_engine=lambda emit: _start_engine(engine_config, emit, say, recorder),
+        start_engine=lambda emit: _start_engine(engine_config, emit, say, heard_by),
         on_ready=say_ready,
         warm=prompts,
         traces=traces,
+        kv_events=heard_by.kv_events,
     )
     exit_code = process.run()
-    if recorder is not None:
-        recorder.close()
+    if heard_by.recorder is not None:
+        heard_by.recorder.close()
     if process.is_starting:
         _leave_at_once(exit_code)
     return exit_code
@@ -258,13 +343,12 @@ def _leave_at_once(exit_code: int) -> NoReturn:
     os._exit(exit_code)
 
 
-def _start_engine(
-    config: EngineConfig, emit: Emit, say: Callable[[str], None], recorder: TraceRecorder | None
-) -> Engine:
+def _start_engine(config: EngineConfig, emit: Emit, say: Callable[[str], None], heard_by: _Subscribers) -> Engine:
     from pagefold.cli.models import progress_bar  # noqa: PLC0415 - only here
     from pagefold.engine.build import build_engine  # noqa: PLC0415 - torch comes with it
     from pagefold.engine.planning import plan_engine  # noqa: PLC0415 - torch comes with it
 
+    recorder, kv_events = heard_by
     with progress_bar() as progress:
         try:
             blueprint = plan_engine(config, progress=progress)
@@ -281,6 +365,11 @@ def _start_engine(
         capacity, rules = engine.capacity, engine.scheduler.core.rules
         recorder.begin(config, capacity.num_blocks, capacity.num_host_blocks, rules)
         engine.decide_in_order()
+    if kv_events is not None:
+        core = engine.scheduler.core
+        kv_events.begin(core.block_size, tuple(core.rules))
+        replay = f", old ones at {kv_events.replay_endpoint}" if kv_events.replay_endpoint else ""
+        say(f"KV events  at {kv_events.endpoint}{replay}: who reads them can read prompts")
     # What is there now stays: the collector need not walk through all of it again, in the middle of some step.
     gc.collect()
     gc.freeze()

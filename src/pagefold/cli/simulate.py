@@ -13,6 +13,7 @@ from pagefold.cli.fail import fail
 from pagefold.cli.simulated_again import hunt_faults, replay
 from pagefold.cli.simulated_answer import print_comparison, shown_progress, write_pictures
 from pagefold.cli.simulated_machine import machine_of, num_tokens, tiers_of
+from pagefold.cli.simulated_replicas import OF_ONE_SERVER, compare_fleets, print_fleets
 from pagefold.errors import ConfigError, PagefoldError
 from pagefold.files.whole import check_writable
 
@@ -30,7 +31,7 @@ _FAULTS = "faults"
 _GB = 1e9
 
 
-def simulate(  # noqa: PLR0913 - one parameter a flag
+def simulate(  # noqa: C901, PLR0913 - one parameter a flag, and who asks for what
     trace: Annotated[
         str,
         typer.Argument(
@@ -131,6 +132,23 @@ def simulate(  # noqa: PLR0913 - one parameter a flag
             help="When who waits is let in: predicted, prompt or max_tokens [predicted].", rich_help_panel=_TIME
         ),
     ] = None,
+    replicas: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="So many servers, each with a cache of --cache-tokens, behind one router.",
+            rich_help_panel=_TIME,
+        ),
+    ] = None,
+    routing: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="With --replicas: by what requests are routed: prefix, load, round_robin, random; several, or with "
+            "commas, are compared [prefix].",
+            rich_help_panel=_TIME,
+        ),
+    ] = None,
     step_cost: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="What a step takes, as --calibrate wrote it.", rich_help_panel=_TIME),
@@ -193,6 +211,8 @@ def simulate(  # noqa: PLR0913 - one parameter a flag
         ("--max-num-seqs", max_num_seqs),
         ("--max-num-batched-tokens", max_num_batched_tokens),
         *turns,
+        ("--replicas", replicas),
+        ("--routing", routing),
         ("--step-cost", step_cost),
         ("--model", model),
         ("--device", device),
@@ -220,7 +240,11 @@ def simulate(  # noqa: PLR0913 - one parameter a flag
                 replay(Path(trace), as_json=as_json, is_shown=not (quiet or as_json))
                 return
         if cache_only:
-            _refuse(_asked(*turns), "the cache alone, where nobody waits")
+            _refuse(_asked(*turns, ("--replicas", replicas)), "the cache alone, where nobody waits")
+        if replicas is None:
+            _refuse(_asked(("--routing", routing)), "one server: --replicas is missing")
+        else:
+            _refuse([flag for flag in asked if flag in OF_ONE_SERVER], "several servers behind a router")
         for file in (html, png, calibrate):
             if file is not None:
                 check_writable(file)
@@ -265,6 +289,10 @@ def simulate(  # noqa: PLR0913 - one parameter a flag
             sample_rate=curve,
         )
         with shown_progress(is_shown=not (quiet or as_json)) as progress:
+            if replicas is not None:
+                fleets = compare_fleets(question, replicas, _split(routing) or ("prefix",), progress)
+                print_fleets(fleets, as_json=as_json)
+                return
             comparison = compare(question, progress=progress)
         write_pictures(comparison, html, png)
         print_comparison(comparison, source.trace, as_json=as_json)

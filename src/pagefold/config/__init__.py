@@ -12,12 +12,15 @@ from pagefold.config.engine_config import (
 from pagefold.config.environment import (
     cache_dir,
     environment_admin_key,
+    environment_hash_seed,
+    environment_int_hashes,
     environment_metrics_key,
     environment_npm_registry,
     environment_remote_url,
     environment_traces,
 )
 from pagefold.config.flag import Flag
+from pagefold.config.kv_events import KVEventsConfig
 from pagefold.config.machine import available_cpus, available_memory_bytes
 from pagefold.config.server_config import MAX_PRIORITY, REASONING_PARSERS, Account, ServerConfig, is_key
 from pagefold.config.tenant_quota import TenantQuota, quotas_of
@@ -32,6 +35,7 @@ __all__ = [
     "Dtype",
     "EngineConfig",
     "Flag",
+    "KVEventsConfig",
     "ModelImpl",
     "ServerConfig",
     "TenantQuota",
@@ -40,6 +44,8 @@ __all__ = [
     "available_memory_bytes",
     "cache_dir",
     "environment_admin_key",
+    "environment_hash_seed",
+    "environment_int_hashes",
     "environment_metrics_key",
     "environment_npm_registry",
     "environment_remote_url",

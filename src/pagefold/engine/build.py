@@ -12,6 +12,7 @@ from pagefold.config import available_cpus, cache_dir
 from pagefold.engine.draft_model import model_drafter
 from pagefold.engine.drafting import NO_DRAFTING, Drafting
 from pagefold.engine.engine import Engine
+from pagefold.engine.intake import NO_INTAKE, ClosedIntake
 from pagefold.engine.kept_counts import check_notes, chunk_notes
 from pagefold.engine.limits import ModelLimits
 from pagefold.engine.masking import kinds_of
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
 
     from pagefold.config import EngineConfig
     from pagefold.engine.blueprint import Blueprint
+    from pagefold.engine.intake import Intake
     from pagefold.kv import KVGeometry, Namespace
     from pagefold.memory.capacity import Capacity
     from pagefold.runner.codecs.constants import CodecConstants
@@ -214,12 +216,14 @@ def _assemble(
         emit=emit,
     )
     tiering = NO_TIERING
+    intake: Intake = NO_INTAKE
     if slow.is_on:
         from pagefold.store import TransferThreads  # noqa: PLC0415 - only here
 
         assert arena is not None, "slow tiers go through the host's"
         move = partial(arena.carry_out, blocks=runner.slab.as_bytes())
         tiering = Tiering(scheduler, slow, TransferThreads(arena, stores), arena, move, emit=emit)
+        intake = _intake(blueprint, stores)
     drafting = NO_DRAFTING
     if config.max_draft_tokens:
         by_model = None
@@ -239,12 +243,22 @@ def _assemble(
         capacity=capacity,
         tenants=TenantLimits(config.kv_quotas, capacity),
         tiering=tiering,
+        intake=intake,
         drafting=drafting,
         compiler=None if tokenizer is None else _compiler(tokenizer, spec),
         seed=config.seed,
         request_timeout_s=config.request_timeout_s,
         emit=emit,
     )
+
+
+def _intake(blueprint: Blueprint, stores: list[BlockStore]) -> Intake:
+    """Return what takes blocks of prefix files into slow tiers, where a prefix is one path of blocks."""
+    from pagefold.engine.prefix_layout import prefix_layout_of, why_no_prefixes  # noqa: PLC0415 - only with slow tiers
+    from pagefold.store.prefix_intake import PrefixIntake  # noqa: PLC0415
+
+    why = why_no_prefixes(blueprint)
+    return ClosedIntake(why) if why else PrefixIntake(prefix_layout_of(blueprint), stores)
 
 
 def _guardrails(config: EngineConfig, runner: TorchRunner) -> Guardrails:

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pagefold.engine.foresight import Foreseen
+    from pagefold.engine.intake import Intake
     from pagefold.engine.pins import PinReport
     from pagefold.engine.quota_report import QuotaStatus
     from pagefold.engine.status import EngineStatus
@@ -101,6 +102,13 @@ class EngineClient(Protocol):
         Raises:
             InvalidRequestError: the engine does not offer the kind of blocks that the caller asks for.
             EngineStoppedError: the engine takes no more commands.
+        """
+
+    def intake(self) -> Intake:
+        """Return what takes blocks into the slow tiers.
+
+        Raises:
+            EngineStoppedError: the engine takes nothing now.
         """
 
     async def pins(self) -> PinReport:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from pagefold.beams import BeamGroup, BeamSearch
 from pagefold.engine.drafting import NO_DRAFTING
 from pagefold.engine.foresight import foresee
+from pagefold.engine.intake import NO_INTAKE
 from pagefold.engine.load_shed import load_shed
 from pagefold.engine.open_outputs import OpenOutputs
 from pagefold.engine.output_rules import matchers
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
     from pagefold.engine.drafting import Drafting
     from pagefold.engine.foresight import Foreseen
+    from pagefold.engine.intake import Intake
     from pagefold.engine.limits import ModelLimits
     from pagefold.engine.outputs import OutputDelta
     from pagefold.engine.together import Together
@@ -72,6 +74,7 @@ class Engine:
         capacity: what fits.
         tenants: what of that tenants may have; all of it if not given.
         tiering: of slow tiers.
+        intake: takes blocks into them that somebody else computed.
         drafting: gives requests drafts.
         compiler: of grammars; None for free output only.
         seed: of requests that bring none; the n-th such request draws the same in every run.
@@ -90,6 +93,7 @@ class Engine:
         capacity: Capacity,
         tenants: TenantLimits | None = None,
         tiering: Tiering = NO_TIERING,
+        intake: Intake = NO_INTAKE,
         drafting: Drafting = NO_DRAFTING,
         compiler: GrammarCompiler | None = None,
         seed: int = 0,
@@ -104,6 +108,7 @@ class Engine:
         self.capacity = capacity
         self.tenants = tenants or TenantLimits((), capacity)
         self.tiering = tiering
+        self.intake = intake
         self.drafting = drafting
         self._compiler = compiler
         self._seed = seed

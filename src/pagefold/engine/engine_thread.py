@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from pagefold.engine.engine import Engine
     from pagefold.engine.foresight import Foreseen
+    from pagefold.engine.intake import Intake
     from pagefold.engine.pins import PinReport
     from pagefold.engine.quota_report import QuotaStatus
     from pagefold.engine.token_rates import AnyRates
@@ -219,6 +220,11 @@ class EngineThread:
     async def foresee(self, prompt_token_ids: Sequence[int], caller: Caller = ANYBODY) -> Foreseen:
         """See :class:`~pagefold.engine.client.EngineClient`."""
         return await self._ask(lambda: self._engine.foresee(prompt_token_ids, caller))
+
+    def intake(self) -> Intake:
+        """See :class:`~pagefold.engine.client.EngineClient`."""
+        self.ensure_ready()
+        return self._engine.intake
 
     async def pins(self) -> PinReport:
         """See :class:`~pagefold.engine.client.EngineClient`."""

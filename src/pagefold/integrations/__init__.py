@@ -1,1 +1,1 @@
-"""Pagefold inside other people's engines. Each room here imports its engine only when that engine asks for it."""
+"""Pagefold in other people's engines. Each room here imports its engine only when that engine asks for it."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pagefold.events import Emit, HostTransfer
+from pagefold.events import BlockRegained, Emit, HostTransfer
 from pagefold.kv.ops import CopyOp
 
 if TYPE_CHECKING:
@@ -186,6 +186,7 @@ class Moves:
             node.put(block.group, block)
             block.node = node
             self._blocks.update_evictable(node)
+            self._emit(BlockRegained(node, block.group))
 
     def _unpin_host_ops(self, ops: HostOps) -> None:
         self._blocks.unpin_io(load.block_id for load in ops.loads)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pagefold.events import BlocksPublished, Emit
+from pagefold.events import BlockRegained, BlocksPublished, Emit
 from pagefold.kv.sequence_cache import Promise
 from pagefold.kv.tree import TOKEN_BYTES
 
@@ -243,6 +243,7 @@ class PublishingByGroups(Publishing):
             if theirs is None:
                 node.put(own.group, own)
                 own.node = node
+                self._emit(BlockRegained(node, own.group))
             else:
                 pool.acquire(theirs)
         self._blocks.update_evictable(node)

@@ -12,6 +12,8 @@ __all__ = [
     "STREAMED",
     "AdviceList",
     "AnthropicMessage",
+    "BlocksTaken",
+    "CacheLayoutTold",
     "ChatCompletion",
     "Completion",
     "CountedTokens",
@@ -303,6 +305,29 @@ class Warmed(BaseModel):
     num_cached_tokens: int = Field(ge=0)
     pin: _Pin | None
     cause: PinCause | None
+
+
+class CacheLayoutTold(BaseModel):
+    """The answer of ``GET /v1/cache/layout``."""
+
+    object: Literal["cache.layout"]
+    label: str
+    model: str
+    layout: str
+    dtype: str
+    block_size: int = Field(ge=1)
+    block_bytes: int = Field(ge=1)
+    head_dim: int = Field(ge=1)
+    tiers: list[str]
+    max_body_bytes: int = Field(ge=1)
+
+
+class BlocksTaken(BaseModel):
+    """The answer of ``/v1/cache/import``: how many blocks each tier has now."""
+
+    object: Literal["cache.import"]
+    num_blocks: int = Field(ge=1)
+    num_kept: dict[str, int]
 
 
 class Pins(BaseModel):

@@ -27,6 +27,7 @@ from pagefold.server.ignored import TellIgnored
 from pagefold.server.keys import Keys, Locks
 from pagefold.server.models import model_routes
 from pagefold.server.origins import allow_origins
+from pagefold.server.prefix import prefix_routes
 from pagefold.server.probes import probe_routes
 from pagefold.server.request_log import RequestLog
 from pagefold.server.responses import ResponseStore, response_routes
@@ -104,6 +105,7 @@ def create_app(  # noqa: PLR0913 - the parts that it puts together, by name
     app.include_router(tokenize_routes(served))
     app.include_router(session_routes(served))
     app.include_router(cache_routes(Warmer(served, tenants_of(config))))
+    app.include_router(prefix_routes(served, config))
     app.include_router(explain_routes(served, explanations, advices, config))
     app.include_router(whatif_routes(ledger, config))
     app.include_router(dashboard_routes(model_name, config, overview))

@@ -70,6 +70,7 @@ _WORDS = {
     415: "The body is no JSON.",
     429: "Too many requests are here, or too many large bodies, a target would not be kept, or a rate is used up.",
     500: "The server failed.",
+    502: "A slow tier could not be used.",
     503: "The server is loading, draining, or has failed.",
     504: "The request's time was up.",
 }
@@ -157,6 +158,8 @@ def _security_of(path: str) -> str:
 
 _OF_ONE: dict[tuple[str, str], tuple[int, ...]] = {
     ("post", "/v1/cache/warm"): (409,),
+    ("get", "/v1/cache/layout"): (400,),
+    ("post", "/v1/cache/import"): (400, 408, 413, 429, 502),
     ("delete", "/v1/cache/pins/{pin_id}"): (404,),
     ("get", "/v1/cache/whatif"): (404,),
     ("get", "/v1/responses/{response_id}"): (400, 404),

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from pagefold.engine.client import EngineClient
     from pagefold.engine.foresight import Foreseen
+    from pagefold.engine.intake import Intake
     from pagefold.engine.pins import PinReport
     from pagefold.engine.quota_report import QuotaStatus
     from pagefold.engine.together import Together
@@ -97,6 +98,10 @@ class LateEngine:
     async def foresee(self, prompt_token_ids: Sequence[int], caller: Caller = ANYBODY) -> Foreseen:
         """See :class:`~pagefold.engine.client.EngineClient`."""
         return await self._arrived().foresee(prompt_token_ids, caller)
+
+    def intake(self) -> Intake:
+        """See :class:`~pagefold.engine.client.EngineClient`."""
+        return self._arrived().intake()
 
     async def pins(self) -> PinReport:
         """See :class:`~pagefold.engine.client.EngineClient`."""

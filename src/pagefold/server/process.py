@@ -16,6 +16,7 @@ from pagefold.engine.engine_thread import EngineThread
 from pagefold.errors import PagefoldError
 from pagefold.events import fan_out
 from pagefold.memory.native import have_few_arenas
+from pagefold.observe.kv_event_metrics import KVEventMetrics
 from pagefold.observe.ledger import Ledger
 from pagefold.observe.metrics import Metrics
 from pagefold.observe.overview import Overview
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from pagefold.config import ServerConfig
     from pagefold.engine.engine import Engine
     from pagefold.events import Emit
+    from pagefold.observe.kv_event_publisher import KVEventPublisher
     from pagefold.observe.traces import Traces
     from pagefold.server.body_checker import BodyChecker
     from pagefold.server.warm_schemas import WarmRequest
@@ -73,6 +75,7 @@ class ServerProcess:
         on_ready: called when requests are taken.
         warm: what to cache before requests are taken. A prompt that cannot be warmed is told to the log.
         traces: notes what happens to requests, and is closed at the end; None where nobody traces.
+        kv_events: sends what becomes of blocks, and is closed at the end; None where nobody wants to know.
     """
 
     def __init__(  # noqa: PLR0913 - the parts that it holds together
@@ -85,6 +88,7 @@ class ServerProcess:
         on_ready: Callable[[], None],
         warm: Sequence[WarmPrompt] = (),
         traces: Traces | None = None,
+        kv_events: KVEventPublisher | None = None,
     ) -> None:
         self._model_name = model_name
         self._warm = warm
@@ -94,8 +98,12 @@ class ServerProcess:
         self._on_ready = on_ready
         self._metrics = Metrics(model_name)
         self._traces = traces
+        self._kv_events = kv_events
         heard = (self._metrics.emit,) if traces is None else (self._metrics.emit, traces)
         self._ledger = Ledger(is_on=config.enable_explain, tell=fan_out(*heard))
+        if kv_events is not None:
+            heard = (*heard, kv_events)
+            self._metrics.registry.register(KVEventMetrics(model_name, kv_events))
         self._overview = Overview(self._ledger)
         self._emit = fan_out(*heard, self._ledger, self._overview, log_switches)
         self._late = LateEngine()
@@ -138,6 +146,8 @@ class ServerProcess:
             self._bodies.close()
             if self._traces is not None:
                 self._traces.close()
+            if self._kv_events is not None:
+                self._kv_events.close()
         if self._failure is not None:
             raise self._failure
         return self._exit_code

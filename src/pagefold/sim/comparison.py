@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from pagefold.sim.arrivals import AnyRequest
-    from pagefold.sim.step_cost import StepCost
+    from pagefold.sim.step_cost import RooflineStepCost
     from pagefold.sim.traces.request import TraceRequest
     from pagefold.steps import Runner
 
@@ -110,7 +110,7 @@ class Question:
     is_cache_only: bool = False
     limits: Limits = field(default_factory=Limits)
     turns: Turns = field(default_factory=Turns)
-    step_cost: StepCost = field(default_factory=LinearStepCost)
+    step_cost: LinearStepCost | RooflineStepCost = field(default_factory=LinearStepCost)
     runner: Runner = field(default_factory=NullRunner)
     tiers: TierModel = field(default_factory=TierModel)
     rules: tuple[KeepRule, ...] = (KEEP_ALL,)

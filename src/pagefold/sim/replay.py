@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
     from pagefold.steps import Runner
 
-__all__ = ["SimConfig", "replay", "simulate"]
+__all__ = ["AGING_S", "SimConfig", "check_fit", "replay", "simulate"]
 
 _PROBE_TOKENS = 256
 """What prefilling takes is asked with so many tokens, as a server measures it."""
 
-_AGING_S = 60.0
+AGING_S = 60.0
 """Seconds of waiting that policies look at: what ``--priority-aging-s`` is where a server is told nothing."""
 
 
@@ -96,7 +96,7 @@ def simulate(
         emit=tally,
     )
     limits = SchedulerLimits(config.max_num_seqs, config.max_num_batched_tokens)
-    policy = SCHEDULING_POLICIES[config.scheduling_policy](_AGING_S)
+    policy = SCHEDULING_POLICIES[config.scheduling_policy](AGING_S)
     scheduler = Scheduler(core, limits, policy=policy, admission=config.admission, emit=tally)
     clock = VirtualClock()
 
@@ -149,7 +149,7 @@ def replay(  # noqa: PLR0913 - what goes in, the parts of a machine, and who wat
         BudgetTooSmallError: a request can never fit.
     """
     coming = Arrivals(requests)
-    _check_fit(coming.most_tokens, scheduler)
+    check_fit(coming.most_tokens, scheduler)
     while coming or scheduler.has_requests:
         if not scheduler.has_work:
             next_s = coming.next_s
@@ -188,7 +188,12 @@ def _compute_s(cost: Callable[[StepPlan], float]) -> float:
     return cost(plan) / _PROBE_TOKENS
 
 
-def _check_fit(longest: int, scheduler: Scheduler) -> None:
+def check_fit(longest: int, scheduler: Scheduler) -> None:
+    """Check that a request of ``longest`` tokens fits into the pool.
+
+    Raises:
+        BudgetTooSmallError: it never will.
+    """
     core = scheduler.core
     num_blocks_needed = core.num_blocks_for(longest, scheduler.limits.max_num_batched_tokens)
     if num_blocks_needed > core.pool.num_blocks:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from pagefold.scheduler import Scheduler
 
-__all__ = ["PoolSample", "Report", "Tally"]
+__all__ = ["PoolSample", "Report", "Tally", "percentile"]
 
 _MAX_SAMPLES = 1024
 
@@ -214,6 +214,11 @@ class Tally:
         self._num_looks += 1
         self._last_s = now_s
 
+    @property
+    def ttfts_s(self) -> list[float]:
+        """Seconds from arrival to first token, of all requests that have got one."""
+        return self._ttfts_s
+
     def report(self) -> Report:
         """Return what it all comes to."""
         ttfts_s = sorted(self._ttfts_s)
@@ -237,8 +242,8 @@ class Tally:
             peak_use=_ratio(self._peak_blocks, self._num_blocks),
             waste=_ratio(self._wasted_positions, self._held_positions),
             mean_resident_tokens=_ratio(self._resident_tokens, self._resident_requests),
-            ttft_p50_s=_percentile(ttfts_s, 50),
-            ttft_p95_s=_percentile(ttfts_s, 95),
+            ttft_p50_s=percentile(ttfts_s, 50),
+            ttft_p95_s=percentile(ttfts_s, 95),
             itl_p50_s=_weighted_percentile(self._gaps_us, 50) / 1e6,
             itl_p95_s=_weighted_percentile(self._gaps_us, 95) / 1e6,
             mean_waiting=_ratio(self._waiting, self._num_looks),
@@ -265,7 +270,7 @@ def _ratio(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
 
 
-def _percentile(ascending: list[float], percent: int) -> float:
+def percentile(ascending: list[float], percent: int) -> float:
     """Return the nearest-rank percentile; 0 of nothing."""
     return ascending[max(0, -(-len(ascending) * percent // 100) - 1)] if ascending else 0.0
 

@@ -18,7 +18,7 @@ from pagefold.store.disk_segments import place_bytes_of, places_of_segment, segm
 from pagefold.store.frame import FrameFormat
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from io import FileIO
     from pathlib import Path
 
@@ -36,6 +36,7 @@ __all__ = [
     "layout_sizes",
     "look",
     "read_frames",
+    "read_path",
     "verify",
 ]
 
@@ -166,6 +167,25 @@ def read_frames(folder: Path) -> Iterator[Frame]:
         yield from _read_layout(folder, layout, frames)
 
 
+def read_path(folder: Path, layout: bytes, digests: Sequence[bytes]) -> Iterator[Frame]:
+    """Yield the frames of some blocks of a layout, in this order, up to the first that the folder does not have.
+
+    Raises:
+        ConfigError: it is no cache folder.
+    """
+    with _looking(folder) as index:
+        rows = {row.digest: row for row in index.layouts()}
+        wanted, all_frames = set(digests), index.frames(rows[layout].layout_id) if layout in rows else iter(())
+        found = {row.digest: row for row in all_frames if row.digest in wanted}
+    there: list[FrameRow] = []
+    for digest in digests:
+        if digest not in found:
+            break
+        there.append(found[digest])
+    if there:
+        yield from _read_layout(folder, rows[layout], there)
+
+
 def verify(folder: Path, progress: Callable[[int, int], None]) -> Verified:
     """Read every frame and drop those that are wrong.
 
@@ -288,7 +308,7 @@ def _read_layout(folder: Path, layout: LayoutRow, rows: list[FrameRow]) -> Itera
                 yield Frame(layout, row, header, payload, found, None)
 
 
-def check_frame(frames: FrameFormat, header: bytes, payload: bytes) -> BlockName | MissCause:
+def check_frame(frames: FrameFormat, header: bytes, payload: memoryview | bytes) -> BlockName | MissCause:
     """Return the block that a frame is of, if it is whole, unchanged, and under its own name; or what is wrong."""
     found = frames.read_header(header)
     if isinstance(found, MissCause):

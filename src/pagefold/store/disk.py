@@ -81,6 +81,7 @@ class DiskStore:
         limit_bytes: of all its files.
         why_not_direct: why reads and writes go through the system's cache; empty if they do not.
         notes: what was found at the start that people should know, a line each.
+        num_evicted: frames that were dropped for others since then.
 
     Raises:
         ConfigError: the folder cannot be used or is in use, or the limit is too small or too large for it.
@@ -102,6 +103,7 @@ class DiskStore:
         self.limit_bytes = limit_bytes
         self.frames = frames
         self.notes: list[str] = []
+        self.num_evicted = 0
         self._calls = calls or FileCalls()
         self._mutex = threading.RLock()  # guards all below, but for bytes in places
         self._is_idle = threading.Condition(self._mutex)
@@ -356,8 +358,10 @@ class DiskStore:
         places = self._places.take(num) if num else []
         if len(places) < num:
             num_victims = max(num - len(places), min(_EVICTED_AT_ONCE, self._segments.num_places // 64))
+            victims = self._entries.oldest(num_victims)
             try:
-                self._drop(self._entries.oldest(num_victims))
+                self._drop(victims)
+                self.num_evicted += len(victims)
             except StoreError:
                 self._places.give_back(places)
                 raise

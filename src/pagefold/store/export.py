@@ -1,16 +1,6 @@
 """All frames of a cache folder in one file, and back: for another machine.
 
-::
-
-    offset  bytes  field
-         0     16  magic: "PAGEFOLD EXPORT" and a zero
-        16      4  version: 1
-        20      4  zero
-        24      8  how many frames follow
-        32      8  bytes of the file
-        40     16  checksum of all before it: XXH3, 128 bits
-                   zeros up to 4,096; then the frames, one behind the other, without padding
-
+The file is a header of 4,096 bytes (``export_head.py``) and then the frames, one behind the other, without padding.
 Frames say themselves what they are (``frame.py``), so those of several layouts can follow each other; of each layout
 those that were used longest ago come first, so that what does not fit elsewhere is what matters least.
 """
@@ -19,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import struct
 from typing import TYPE_CHECKING, NamedTuple
 
 from pagefold.errors import ConfigError
@@ -28,7 +17,8 @@ from pagefold.kv.transfers import MissCause, StoreError
 from pagefold.store.cache_folder import check_frame, layout_sizes, look, read_frames
 from pagefold.store.disk import DiskStore
 from pagefold.store.disk_folder import is_cache_folder
-from pagefold.store.frame import ALIGNMENT, VERSION, FrameFormat, checksum_of, sizes_of
+from pagefold.store.export_head import EXPORT_HEADER_BYTES, export_head, read_export_head
+from pagefold.store.frame import FrameFormat, checksum_of, sizes_of
 from pagefold.store.protocol import Put
 
 if TYPE_CHECKING:
@@ -38,14 +28,10 @@ if TYPE_CHECKING:
 
     from pagefold.store.frame import BlockName
 
-__all__ = ["Imported", "export_frames", "import_frames"]
+__all__ = ["Imported", "export_frames", "import_frames", "import_limit"]
 
-_MAGIC = b"PAGEFOLD EXPORT\0"
-_HEAD = struct.Struct("<16sIIQQ")
-_HEADER_BYTES = 4096
 _REMEDY = "Name a file that pagefold cache export wrote."
 _SIZES_BYTES = 4096  # of a frame, in which its sizes are
-_LEAST_FRAME_BYTES = ALIGNMENT  # of its header alone
 _MOST_FRAME_BYTES = 2**29  # far beyond blocks of any model; frames are read whole
 _BATCH_BYTES = 2**26
 _BATCH = 8  # frames, which the smallest folder holds: of more at once it would keep the first, not the last
@@ -84,7 +70,7 @@ def export_frames(folder: Path, file: Path, progress: Callable[[int, int], None]
     try:
         try:
             with create_private(part) as out:
-                out.write(bytes(_HEADER_BYTES))
+                out.write(bytes(EXPORT_HEADER_BYTES))
                 progress(0, total)
                 for frame in read_frames(folder):
                     if frame.cause is None:
@@ -94,9 +80,9 @@ def export_frames(folder: Path, file: Path, progress: Callable[[int, int], None]
                     else:
                         num_wrong += 1
                     progress(num_frames + num_wrong, total)
-                head = _HEAD.pack(_MAGIC, VERSION, 0, num_frames, out.tell())
+                head = export_head(num_frames, out.tell())
                 out.seek(0)
-                out.write(head + checksum_of(head))
+                out.write(head)
             part.replace(file)
         finally:
             part.unlink(missing_ok=True)
@@ -118,20 +104,13 @@ def import_frames(file: Path, folder: Path, limit_bytes: int | None, progress: C
     Raises:
         ConfigError: the file is none or is not whole, or the folder cannot be used. Nothing was imported.
     """
-    if folder.is_symlink():
-        msg = f"{folder} is a link, which an import does not follow."
-        raise ConfigError(msg, remedy=f"If that is what you mean, name {folder.resolve()}.")
-    if limit_bytes is None:
-        if not is_cache_folder(folder):
-            msg = f"{folder} is no cache folder yet."
-            raise ConfigError(msg, remedy="Say with --limit how large it may become.")
-        limit_bytes = look(folder).limit_bytes
+    limit_bytes = import_limit(folder, limit_bytes)
     if file.exists() and not file.is_file():  # opening a pipe would wait
         msg = f"Cannot read {file}: it is no file."
         raise ConfigError(msg, remedy=_REMEDY)
     try:
         with file.open("rb") as opened:
-            num_frames = _num_frames(opened, file)
+            num_frames = read_export_head(opened, file).num_frames
             progress(0, num_frames)
             return _import(opened, num_frames, folder, limit_bytes, progress)
     except OSError as error:
@@ -139,23 +118,25 @@ def import_frames(file: Path, folder: Path, limit_bytes: int | None, progress: C
         raise ConfigError(msg, remedy=_REMEDY) from None
 
 
-def _num_frames(opened: BinaryIO, file: Path) -> int:
-    raw = opened.read(_HEADER_BYTES)
-    if len(raw) < _HEADER_BYTES or raw[: len(_MAGIC)] != _MAGIC:
-        msg = f"{file} is no exported cache."
-        raise ConfigError(msg, remedy=_REMEDY)
-    _, version, _, num_frames, num_bytes = _HEAD.unpack_from(raw)
-    if version != VERSION:
-        msg = f"{file} is of version {version}; this is version {VERSION}."
-        raise ConfigError(msg, remedy="Export it again with this version of Pagefold.")
-    there = os.fstat(opened.fileno()).st_size
-    if raw[_HEAD.size : _HEAD.size + 16] != checksum_of(raw[: _HEAD.size]) or there != num_bytes:
-        msg = f"{file} is not whole: it has {there:,} bytes of {num_bytes:,}."
-        raise ConfigError(msg, remedy="Copy it again.")
-    if num_frames > there // _LEAST_FRAME_BYTES:
-        msg = f"{file} says that it holds {num_frames:,} frames, and has {there:,} bytes."
-        raise ConfigError(msg, remedy=_REMEDY)
-    return int(num_frames)
+def import_limit(folder: Path, limit_bytes: int | None) -> int:
+    """Return what a folder may take that something is to be imported into.
+
+    Args:
+        folder: a cache folder, or one that is to become one.
+        limit_bytes: what is asked for; None for the limit that it has.
+
+    Raises:
+        ConfigError: it is a link, or has no limit yet.
+    """
+    if folder.is_symlink():
+        msg = f"{folder} is a link, which an import does not follow."
+        raise ConfigError(msg, remedy=f"If that is what you mean, name {folder.resolve()}.")
+    if limit_bytes is None:
+        if not is_cache_folder(folder):
+            msg = f"{folder} is no cache folder yet."
+            raise ConfigError(msg, remedy="Say with --limit how large it may become.")
+        return look(folder).limit_bytes
+    return limit_bytes
 
 
 def _import(

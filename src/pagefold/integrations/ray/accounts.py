@@ -1,0 +1,36 @@
+"""Whose a request is, by the key that it brings: the router looks for its prompt in that tenant's blocks alone."""
+
+from __future__ import annotations
+
+import hmac
+from typing import TYPE_CHECKING
+
+from pagefold.server.key_file import read_key_file
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+__all__ = ["tenants_of"]
+
+
+def tenants_of(api_key_file: str | None) -> Callable[[Sequence[tuple[str, str]]], str]:
+    """Return what finds the tenant of a request's headers: empty where its key is nobody's, who will be refused.
+
+    Raises:
+        ConfigError: the key file is none.
+    """
+    accounts = () if api_key_file is None else read_key_file(api_key_file, lambda _: None)
+
+    def tenant_of(headers: Sequence[tuple[str, str]]) -> str:
+        given = dict(headers)
+        scheme, _, bearer = given.get("authorization", "").partition(" ")
+        keys = (bearer.strip() if scheme.lower() == "bearer" else "", given.get("x-api-key", "").strip())
+        tenants = [
+            account.tenant
+            for key in keys
+            for account in accounts
+            if hmac.compare_digest(key.encode(), account.key.encode())
+        ]
+        return tenants[0] if tenants else ""
+
+    return tenant_of

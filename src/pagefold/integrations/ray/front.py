@@ -1,0 +1,266 @@
+"""Front: an OpenAI address before many servers. It reads what a request begins with, has a replica chosen, and relays.
+
+A request whose replica goes before anything of its answer was sent is tried on another. Once something was sent its
+client is told by an error in the stream. Nothing is tried twice on the same replica.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import Counter
+from collections.abc import AsyncGenerator
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from pagefold.integrations.ray.forwarded import Forwarded, Head, ReplicaLostError
+from pagefold.routing import Prompt
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+    from pagefold.routing import Router
+
+__all__ = ["Answer", "Front", "PromptSource", "Send", "no_replica", "refusal"]
+
+_log = logging.getLogger(__name__)
+
+_GENERATE = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"})
+"""What computes a prompt: it is routed by that. All else goes to whoever has least to do."""
+
+_TO_ALL = frozenset({"/reset_prefix_cache"})
+"""What each replica must do."""
+
+_OK, _UNAVAILABLE = 200, 503
+_NOTHING = Prompt((), 1)
+
+
+class Send(Protocol):
+    """Sends a request to a replica."""
+
+    def __call__(self, replica: str, asked: Forwarded) -> AsyncGenerator[Head | bytes]:
+        """Yield the head of the answer, then its body.
+
+        Raises:
+            ReplicaLostError: the replica has gone.
+        """
+
+
+class PromptSource(Protocol):
+    """Finds out what a request begins with."""
+
+    async def read(self, asked: Forwarded, replica: str) -> Prompt | None:
+        """Return the prompt, in names of blocks; None where that cannot be said. ``replica`` may be asked."""
+
+
+class Answer(NamedTuple):
+    """What a client gets.
+
+    Attributes:
+        head: status and headers.
+        body: the rest, as it comes. Whoever has the answer closes it, read or not.
+    """
+
+    head: Head
+    body: AsyncGenerator[bytes]
+
+
+class Front:
+    """Answers requests with replicas' answers.
+
+    Args:
+        router: chooses among replicas.
+        send: sends.
+        prompts: finds out what requests begin with.
+        clock: seconds.
+
+    Attributes:
+        num_retried: requests that were tried again since their replica had gone or took none, with nothing sent.
+        num_broken: answers that ended with an error in the middle, since their replica had gone.
+        num_unread: requests whose prompt could not be said, and that were routed by load.
+    """
+
+    def __init__(self, router: Router, send: Send, prompts: PromptSource, clock: Callable[[], float]) -> None:
+        self._router = router
+        self._send = send
+        self._prompts = prompts
+        self._clock = clock
+        self._numbers: Counter[str] = Counter()
+        self.num_retried = 0
+        self.num_broken = 0
+        self.num_unread = 0
+
+    async def answer(self, asked: Forwarded) -> Answer:
+        """Return a replica's answer, or an error in OpenAI's form if none can be had."""
+        if asked.path in _TO_ALL:
+            return await self._ask_all(asked)
+        prompt = await self._prompt(asked)
+        tried: set[str] = set()
+        refused: Answer | None = None
+        while True:
+            request_id = self._next_id()
+            try:
+                choice = self._router.route(request_id, prompt, self._clock(), without=frozenset(tried))
+            except LookupError:
+                return refused or no_replica()
+            tried.add(choice.replica)
+            stream = self._send(choice.replica, asked)
+            try:
+                head = await anext(stream)
+                assert isinstance(head, Head)
+                if head.status == _UNAVAILABLE:  # it starts, drains or has failed: perhaps another one does not
+                    refused = Answer(head, _of([await _joined(stream)]))
+                elif head.is_stream:
+                    return Answer(head, _Relay(self, request_id, stream))
+                else:
+                    return Answer(head, _of([await self._whole(request_id, stream)]))
+            except ReplicaLostError:
+                _log.warning("%s has gone before it answered %s", choice.replica, asked.path)
+                self._router.ended(request_id, self._clock())
+            except BaseException:
+                self._router.ended(request_id, self._clock())
+                raise
+            else:
+                self._router.ended(request_id, self._clock())
+            self.num_retried += 1
+
+    async def may_see_traffic(self, headers: tuple[tuple[str, str], ...]) -> Answer | None:
+        """Ask a replica whether headers bring a key to what all tenants do; return its refusal, None if they do."""
+        answer = await self.answer(Forwarded("GET", "/load", headers))
+        if answer.head.status == _OK:
+            await answer.body.aclose()
+            return None
+        return answer
+
+    # What a relayed answer tells.
+
+    def started(self, request_id: str) -> None:
+        """The first event has come."""
+        self._router.started(request_id)
+
+    def ended(self, request_id: str, num_output_tokens: int) -> None:
+        """An answer is over, or is not wanted any more."""
+        self._router.ended(request_id, self._clock(), num_output_tokens)
+
+    def broken(self) -> bytes:
+        """The replica has gone in the middle of an answer. Return what its client is told."""
+        self.num_broken += 1
+        _log.warning("a replica has gone in the middle of an answer")
+        message = "The server that answered has gone in the middle of this answer. Send the request again."
+        error = {"message": message, "type": "service_unavailable_error", "param": None, "code": "replica_lost"}
+        return f"data: {json.dumps({'error': error})}\n\n".encode()
+
+    # Inside.
+
+    def _next_id(self) -> str:
+        self._numbers["requests"] += 1
+        return f"request-{self._numbers['requests']}"
+
+    async def _prompt(self, asked: Forwarded) -> Prompt:
+        if asked.path not in _GENERATE:
+            return _NOTHING
+        prompt = None
+        least = min(self._router.open_replicas, key=self._router.num_requests, default=None)
+        if least is not None:
+            try:
+                prompt = await self._prompts.read(asked, least)
+            except ReplicaLostError:
+                _log.warning("%s has gone before it said what the tokens of a prompt are", least)
+        if prompt is None:
+            self.num_unread += 1
+        return prompt or _NOTHING
+
+    async def _whole(self, request_id: str, stream: AsyncIterator[Head | bytes]) -> bytes:
+        """Return a body that is sent when it is complete, so that who loses it can be asked again."""
+        body = await _joined(stream)
+        self._router.ended(request_id, self._clock(), _num_output_tokens(body))
+        return body
+
+    async def _ask_all(self, asked: Forwarded) -> Answer:
+        """Ask each replica; return the worst answer."""
+        answers: list[Answer] = []
+        for replica in self._router.open_replicas:
+            stream = self._send(replica, asked)
+            try:
+                head = await anext(stream)
+                assert isinstance(head, Head)
+                answers.append(Answer(head, _of([await _joined(stream)])))
+            except ReplicaLostError:
+                _log.warning("%s has gone, and %s with it", replica, asked.path)
+        return max(answers, key=lambda answer: answer.head.status, default=no_replica())
+
+
+class _Relay(AsyncGenerator[bytes]):
+    """Events as they come; at the end an error, if the replica goes in the middle.
+
+    It is closed once, whether or not anybody has begun to read it: only then the router knows that it has ended.
+    """
+
+    def __init__(self, front: Front, request_id: str, stream: AsyncGenerator[Head | bytes]) -> None:
+        self._front = front
+        self._request_id = request_id
+        self._stream = stream
+        self._num_events = 0
+        self._is_over = False
+
+    async def asend(self, value: None) -> bytes:
+        """Return the next piece."""
+        assert value is None
+        if self._is_over:
+            raise StopAsyncIteration
+        try:
+            piece = await anext(self._stream)
+        except StopAsyncIteration:
+            await self.aclose()
+            raise
+        except ReplicaLostError:
+            await self.aclose()
+            return self._front.broken()
+        assert isinstance(piece, bytes)
+        if not self._num_events:
+            self._front.started(self._request_id)
+        self._num_events += piece.count(b"\ndata:") + piece.startswith(b"data:")
+        return piece
+
+    async def athrow(self, kind: Any, value: Any = None, trace: Any = None) -> bytes:  # noqa: ANN401 - as the protocol
+        """Close, and raise what is thrown."""
+        await self.aclose()
+        return await super().athrow(kind, value, trace)
+
+    async def aclose(self) -> None:
+        """Let go of the replica, which ends the request there if it has not ended."""
+        if not self._is_over:
+            self._is_over = True
+            self._front.ended(self._request_id, self._num_events)
+            await self._stream.aclose()
+
+
+async def _of(pieces: list[bytes]) -> AsyncGenerator[bytes]:
+    for piece in pieces:
+        yield piece
+
+
+async def _joined(stream: AsyncIterator[Head | bytes]) -> bytes:
+    return b"".join([piece async for piece in stream if isinstance(piece, bytes)])
+
+
+def _num_output_tokens(body: bytes) -> int:
+    """Return what an answer says of its own length; 0 if it says nothing."""
+    try:
+        usage = json.loads(body)["usage"]
+        num_tokens = usage.get("completion_tokens", usage.get("output_tokens", 0))
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return 0
+    return num_tokens if isinstance(num_tokens, int) else 0
+
+
+def no_replica() -> Answer:
+    """Return what is told where no replica takes requests."""
+    message = "No replica takes requests now. Try again later."
+    return refusal(_UNAVAILABLE, message, "service_unavailable_error", "engine_unavailable", (("retry-after", "1"),))
+
+
+def refusal(status: int, message: str, kind: str, code: str, headers: tuple[tuple[str, str], ...] = ()) -> Answer:
+    """Return an error of the front's own, in OpenAI's form."""
+    error = {"message": message, "type": kind, "param": None, "code": code}
+    body = json.dumps({"error": error}).encode()
+    return Answer(Head("", status, (("content-type", "application/json"), *headers)), _of([body]))

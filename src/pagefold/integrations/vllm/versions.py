@@ -1,0 +1,42 @@
+"""Which versions of vLLM are known, and what is said of others."""
+
+from __future__ import annotations
+
+import logging
+
+from pagefold.errors import ConfigError
+
+__all__ = ["KNOWN_VERSIONS", "check_version", "family_of", "unmet"]
+
+KNOWN_VERSIONS = ("0.32.0", "0.31.0")
+"""What was tested. vLLM calls the interfaces that are used here experimental."""
+
+_log = logging.getLogger(__name__)
+
+
+def family_of(version: str) -> str:
+    """Return the major and the minor number of a version: what decides how the bytes of a chunk are arranged."""
+    return ".".join(version.split("+", maxsplit=1)[0].split(".")[:2])
+
+
+def check_version(version: str, what: str) -> None:
+    """Warn if ``version`` was not tested; its interfaces may be met all the same.
+
+    Args:
+        version: of vLLM, as it says it.
+        what: the class of ours that it loads.
+    """
+    if version.split("+", maxsplit=1)[0] not in KNOWN_VERSIONS:
+        _log.warning("vLLM %s is not known to %s: it was tested with %s", version, what, " and ".join(KNOWN_VERSIONS))
+
+
+def unmet(version: str, what: str, missing: object) -> ConfigError:
+    """Return the error of a vLLM whose interfaces are others.
+
+    Args:
+        version: of vLLM.
+        what: the class of ours that it loads.
+        missing: what is not there, or not ours.
+    """
+    msg = f"vLLM {version} cannot load {what}: its interfaces are not those that are known ({missing})."
+    return ConfigError(msg, remedy=f"Use one of vLLM {', '.join(KNOWN_VERSIONS)}, or a newer Pagefold.")
