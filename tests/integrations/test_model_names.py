@@ -6,7 +6,6 @@ import shutil
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from pagefold.errors import ConfigError
 from pagefold.integrations.vllm.connector_layout import layout_of
@@ -14,7 +13,7 @@ from pagefold.integrations.vllm.connector_settings import ConnectorSettings
 from pagefold.integrations.vllm.model_names import check_names, digest_of_folder, weights_of
 
 ABOUT = {
-    "model": {"revision": None, "dtype": torch.float32, "quantization": None, "max_model_len": 512},
+    "model": {"revision": None, "dtype": "torch.float32", "quantization": None, "max_model_len": 512},
     "cache": {"block_size": 32, "prefix_caching_hash_algo": "sha256", "cache_dtype": "auto"},
     "parallel": {"tensor_parallel_size": 1},
     "load": {"load_format": "auto", "download_dir": None},
@@ -45,8 +44,10 @@ def vllm_of(folder, *, config=None, top=None, **about):
     return SimpleNamespace(**{f"{part}_config": one for part, one in parts.items()} | (top or {}))
 
 
-def caches_of(*, layers=("a", "b"), shape=(4, 2, 8), dtype=torch.float32):
-    return {layer: torch.zeros(shape, dtype=dtype, device="meta") for layer in layers}
+def caches_of(*, layers=("a", "b"), shape=(4, 2, 8), strides=(16, 8, 1), dtype="torch.float32", device="cuda"):
+    """Stands for vLLM's tensors."""
+    one = SimpleNamespace(shape=shape, stride=lambda: strides, dtype=dtype, device=SimpleNamespace(type=device))
+    return dict.fromkeys(layers, one)
 
 
 def key_of(folder, kv=None, version="0.32.0", **about):
@@ -62,7 +63,7 @@ def key_of(folder, kv=None, version="0.32.0", **about):
         {"model": {"max_model_len": 1024}},
         {"model": {"quantization": "fp8"}},
         {"model": {"quantization": "fp8", "quantization_config": {"ignore": ["lm_head"]}}},
-        {"model": {"dtype": torch.bfloat16}},
+        {"model": {"dtype": "torch.bfloat16"}},
         {"model": {"model_impl": "transformers"}},
         {"model": {"code_revision": "main"}},
         {"model": {"disable_sliding_window": True}},
@@ -75,7 +76,9 @@ def key_of(folder, kv=None, version="0.32.0", **about):
         {"version": "0.31.0"},
         {"kv": caches_of(layers=("a", "c"))},
         {"kv": caches_of(shape=(4, 8, 2))},
-        {"kv": caches_of(dtype=torch.float16)},
+        {"kv": caches_of(strides=(16, 1, 2))},
+        {"kv": caches_of(device="xpu")},
+        {"kv": caches_of(dtype="torch.float16")},
         {"top": {"attention_config": SimpleNamespace(backend="FLASH_ATTN")}},
         {"top": {"additional_config": {"a": 1}}},
         {"top": {"speculative_config": SimpleNamespace(method="mtp")}},
