@@ -6,6 +6,8 @@
   sizes, vLLM's own manager driven as its scheduler drives it (``integrations/policy_replay.py``), and Belady's bound.
 - ``tier``: bytes on the disk over the limit while chunks are stored and processes are killed, and flipped bytes that
   become anything but a miss, of ``PagefoldTier`` and of vLLM's own filesystem tier (``integrations/tier_kill.py``).
+- ``connector``: vLLM on this CPU with ``PagefoldConnector`` over vLLM alone, as ``vllm_connector.py`` says; it takes an
+  hour, and its options.
 
 They run in vLLM's Python, from ``.peers/vllm`` (``make peers``). The trace is looked for in the folder
 $PAGEFOLD_TRACES, else in ../shared/traces beside the repository.
@@ -21,6 +23,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import vllm_connector
 from report import Row, machine, parser, print_report
 
 from pagefold.sim.belady import BeladyCache, next_uses
@@ -121,7 +124,11 @@ def measure_tier(args: argparse.Namespace) -> list[Row]:
     return rows
 
 
-PARTS: dict[str, Callable[[argparse.Namespace], list[Row]]] = {"tier": measure_tier, "policy": measure_policy}
+PARTS: dict[str, Callable[[argparse.Namespace], list[Row]]] = {
+    "tier": measure_tier,
+    "policy": measure_policy,
+    "connector": vllm_connector.connector,
+}
 
 
 def main() -> None:
@@ -131,8 +138,11 @@ def main() -> None:
     options.add_argument("--trace", type=Path, help="the trace of conversations")
     options.add_argument("--stores", type=int, default=100_000)
     options.add_argument("--kills", type=int, default=100)
+    vllm_connector.add_options(options)
     args = options.parse_args()
-    rows = [row for part in args.only for row in PARTS[part](args)]
+    rows = [Row(f"{PYTHON} is not there: make peers", "", "skipped")]
+    if PYTHON.exists():
+        rows = [row for part in args.only for row in PARTS[part](args)]
     print_report("Inside other engines", rows, machine(), args.json)
 
 

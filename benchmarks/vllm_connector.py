@@ -10,7 +10,7 @@ differ from what was stored (all of them are read back), and which answers diffe
 those that differ between vLLM's own prefix cache on and off.
 
     python benchmarks/peers/install.py vllm
-    python benchmarks/vllm_connector.py [--repeats 3] [--only rates|bytes] [--short] [--json FILE]
+    python benchmarks/vllm_connector.py [--repeats 3] [--measure rates|bytes] [--short] [--json FILE]
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ def connector(args: argparse.Namespace) -> list[Row]:
         (Path(site) / home.name).symlink_to(home)
         known["env"] = known["env"] | {"PYTHONPATH": f"{HERE.parent / 'src'}{os.pathsep}{site}"}
         rows: list[Row] = []
-        if args.only != "bytes":
+        if args.measure != "bytes":
             rows += [_rate(dtype, known, args) for dtype in ASKED]
-        if args.only != "rates":
+        if args.measure != "rates":
             rows += _bytes(known, args)
     return rows
 
@@ -228,7 +228,7 @@ class _Driver:
 def add_options(options: argparse.ArgumentParser) -> None:
     """Add what can be said on the command line."""
     options.add_argument("--repeats", type=int, default=3)
-    options.add_argument("--only", choices=("rates", "bytes"), help="a part of it")
+    options.add_argument("--measure", choices=("rates", "bytes"), help="a part of what is measured of the connector")
     options.add_argument(
         "--short", action="store_true", help="a miniature: two conversations, a round; it proves nothing"
     )

@@ -87,7 +87,7 @@ class Requests:
 
 
 def evicts_as_lru_can(policy, rng):  # noqa: C901 - two policies, call by call
-    """The bare policies: for the same chunks and pins ours evicts whenever LRU does, and none that it may not."""
+    """The bare policies: for the same chunks and pins ours evicts whenever vLLM's LRU does, and what it may alone."""
     ours = CachePolicyFactory.get_cache_policy_cls(policy, MODULE)(CAPACITY)
     theirs = CachePolicyFactory.get_cache_policy_cls("lru")(CAPACITY)
     keys = list(dict.fromkeys(key for _ in range(8) for key in a_path(rng)))[:CAPACITY]

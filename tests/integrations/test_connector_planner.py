@@ -15,8 +15,9 @@ from random import Random
 
 import pytest
 
+from pagefold.integrations.vllm.connector_directory import KEY_BYTES, path_of
 from pagefold.integrations.vllm.connector_orders import Link, StepReport, WorkerFacts
-from pagefold.integrations.vllm.connector_planner import KEY_BYTES, ConnectorPlanner, Progress, path_of
+from pagefold.integrations.vllm.connector_planner import ConnectorPlanner, Progress
 from pagefold.kv import DEFAULT_POLICY
 from pagefold.kv.audit import audit
 from pagefold.kv.names import names_behind, root_digest

@@ -15,13 +15,15 @@ import pytest
 import torch
 
 from pagefold.errors import ConfigError
+from pagefold.integrations.vllm.connector_directory import KEY_BYTES
 from pagefold.integrations.vllm.connector_orders import StepOrders, WorkerFacts
 from pagefold.integrations.vllm.connector_pages import PagesOnCard, PagesOnHost, page_views, pages_of
-from pagefold.integrations.vllm.connector_planner import KEY_BYTES, ConnectorPlanner, Progress
+from pagefold.integrations.vllm.connector_planner import ConnectorPlanner, Progress
 from pagefold.integrations.vllm.connector_settings import ConnectorSettings
 from pagefold.integrations.vllm.connector_tiers import open_tiers
-from pagefold.integrations.vllm.connector_versions import KNOWN_VERSIONS, check_version
+from pagefold.integrations.vllm.connector_versions import refuse_unknown
 from pagefold.integrations.vllm.connector_worker import ConnectorWorker
+from pagefold.integrations.vllm.versions import KNOWN_VERSIONS
 from pagefold.kv import LoadOp, StoreOp
 from pagefold.store.arena import HostArena
 
@@ -133,7 +135,7 @@ class Pair:
         self.arena = HostArena(num_host_blocks, block_bytes)
         self.worker = ConnectorWorker(pages(self.kv), self.arena, stores, verifies=True)
         self.planner = ConnectorPlanner(facts, TOKENS, "lru")
-        self.planner.arbiter.compute_s_per_token = 1.0  # loading always pays
+        self.planner.tiering.arbiter.compute_s_per_token = 1.0  # loading always pays
 
     def step(self, *progress, num_tokens=0):
         """Carry out a step; return its orders and its report."""
@@ -351,8 +353,8 @@ def test_settings_that_cannot_work_are_refused_by_name(given, says):
 
 def test_only_known_versions_are_let_in():
     for version in KNOWN_VERSIONS:
-        check_version(version)
-        check_version(f"{version}+cpu")
+        refuse_unknown(version)
+        refuse_unknown(f"{version}+cpu")
     with pytest.raises(ConfigError, match=r"0\.30\.2.*0\.32\.0, 0\.31\.0"):
-        check_version("0.30.2")
+        refuse_unknown("0.30.2")
     assert all(newer > older for newer, older in pairwise(KNOWN_VERSIONS))

@@ -21,7 +21,11 @@ PEERS = Path(os.environ.get("PAGEFOLD_PEERS", HERE.parents[1] / ".peers"))
 PYTHON = PEERS / "vllm" / "bin" / "python"
 PACKAGES = {KNOWN_VERSIONS[0]: None, KNOWN_VERSIONS[1]: PEERS / f"vllm-{KNOWN_VERSIONS[1]}"}
 
-pytestmark = [pytest.mark.long, pytest.mark.skipif(not PYTHON.exists(), reason="vLLM is not there: make peers")]
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.timeout(1800),  # importing vLLM alone takes minutes on a machine that others use
+    pytest.mark.skipif(not PYTHON.exists(), reason="vLLM is not there: make peers"),
+]
 
 
 @pytest.fixture(params=KNOWN_VERSIONS)

@@ -88,7 +88,7 @@ class VLLM:
     def close(self) -> None:
         self.process.stdin.close()
         self.process.stdout.close()
-        self.process.wait(120)
+        self.process.wait(900)
 
 
 def rounds(num: int, outputs: list[list[list[int]]] | None = None):

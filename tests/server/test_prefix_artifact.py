@@ -72,6 +72,9 @@ def origin(tiny_chat_model: Path, tmp_path_factory: pytest.TempPathFactory) -> I
             "acme": ask(server, "Acme. " + SYSTEM, "sk-acme")[0],
             "salt": ask(server, "Salt. " + SYSTEM, cache_salt="pepper")[0],
         }
+        num_blocks = sum(len(server.tokenizer.encode(prefix + SYSTEM)) // 16 for prefix in ("", "Acme. ", "Salt. "))
+        written = "pagefold:tier_blocks_written_total"
+        until(lambda: server.metric(written, "kept") >= num_blocks, "all blocks to be written")
     finally:
         server.close()
     (folder / "prompt.txt").write_text(SYSTEM + "\n")

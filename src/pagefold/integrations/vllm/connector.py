@@ -30,12 +30,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from pagefold.errors import ConfigError
+from pagefold.integrations.vllm.connector_directory import KEY_BYTES, path_of
 from pagefold.integrations.vllm.connector_layout import block_tokens, check_layout, layout_of, pages_by_layer
 from pagefold.integrations.vllm.connector_orders import StepOrders, StepReport, WorkerFacts
-from pagefold.integrations.vllm.connector_planner import KEY_BYTES, ConnectorPlanner, Progress, path_of
+from pagefold.integrations.vllm.connector_planner import ConnectorPlanner, Progress
 from pagefold.integrations.vllm.connector_settings import ConnectorSettings
 from pagefold.integrations.vllm.connector_stats import ConnectorPromMetrics, ConnectorStats
-from pagefold.integrations.vllm.connector_versions import check_version
+from pagefold.integrations.vllm.connector_versions import refuse_unknown
 
 if TYPE_CHECKING:
     import torch
@@ -103,7 +104,7 @@ class PagefoldConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
     """
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
-        check_version(vllm_version)
+        refuse_unknown(vllm_version)
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         self._settings = settings = ConnectorSettings.parse(dict(transfer.kv_connector_extra_config))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-import re
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
+from pagefold.config.size import size_of
 from pagefold.errors import ConfigError
 from pagefold.kv.policies import DEFAULT_POLICY, POLICIES
 
@@ -14,12 +15,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 __all__ = ["ConnectorSettings"]
-
-_UNITS = {"": 1, "B": 1}
-for _power, _letter in enumerate("KMGT", start=1):
-    _UNITS |= {_letter: 1024**_power, f"{_letter}iB": 1024**_power, f"{_letter}B": 1000**_power}
-
-_SIZE = re.compile(r"([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*([A-Za-z]*)")
 
 
 @dataclass(frozen=True)
@@ -96,10 +91,10 @@ def _bad(name: str, value: object, allowed: str) -> ConfigError:
 def _size(name: str, value: object) -> int:
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
-    match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
-    if match is None or match[2] not in _UNITS:
-        raise _bad(name, repr(value), 'bytes, or a size such as "512MiB" or "4GiB"')
-    return int(float(match[1]) * _UNITS[match[2]])
+    if isinstance(value, str):
+        with contextlib.suppress(ConfigError):
+            return size_of(value)
+    raise _bad(name, repr(value), 'bytes, or a size such as "512MiB" or "4GiB"')
 
 
 def _text(name: str, value: object) -> str | None:

@@ -1,15 +1,14 @@
-"""Which versions of vLLM the connector was tried with: its interface is experimental, and changes."""
+"""Which versions of vLLM the connector works in: its interface changes, and a wrong step would spoil outputs."""
 
 from __future__ import annotations
 
 from pagefold.errors import ConfigError
+from pagefold.integrations.vllm.versions import KNOWN_VERSIONS
 
-__all__ = ["KNOWN_VERSIONS", "check_version"]
-
-KNOWN_VERSIONS = ("0.32.0", "0.31.0")
+__all__ = ["refuse_unknown"]
 
 
-def check_version(version: str) -> None:
+def refuse_unknown(version: str) -> None:
     """See that vLLM is of a known version.
 
     Raises:
