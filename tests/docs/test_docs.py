@@ -25,6 +25,7 @@ OTHERS = (
     *("--engines", "--repeats", "--workloads"),
     *("--kv-cache-metrics", "--prefix-caching-hash-algo"),  # vLLM's
     *("--kv-transfer-config", "--disable-hybrid-kv-cache-manager"),  # vLLM's too
+    *("--hf-overrides", "--quantization", "--load-format", "--enable-lora"),  # as well
 )
 
 

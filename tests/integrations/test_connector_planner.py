@@ -15,6 +15,7 @@ from random import Random
 
 import pytest
 
+from pagefold.integrations.vllm import connector_tiering
 from pagefold.integrations.vllm.connector_directory import KEY_BYTES, path_of
 from pagefold.integrations.vllm.connector_orders import Link, StepReport, WorkerFacts
 from pagefold.integrations.vllm.connector_planner import ConnectorPlanner, Progress
@@ -74,6 +75,27 @@ def test_only_what_the_host_lacks_is_stored() -> None:
     orders = planner.plan_step([Progress("one", path_named("abcd"), [4, 5, 6, 7])])
     assert [op.block_id for op in orders.stores] == [6, 7]
     assert planner.plan_step([Progress("one", path_named("abcd"), [4, 5, 6, 7])]).is_empty
+
+
+def test_paths_that_wait_for_a_slow_tier_are_bounded_by_their_bytes(monkeypatch) -> None:
+    monkeypatch.setattr(connector_tiering, "_MOST_UNWRITTEN_BYTES", 5 * KEY_BYTES)
+    planner = ConnectorPlanner(facts(8, tiers=("disk",)), BLOCK_SIZE, "lru")
+    for text in ("abc", "xyz"):
+        orders = planner.plan_step([Progress(text, path_named(text), [0, 1, 2])])
+        planner.tiering.stored(path_named(text), 0)
+        planner.apply(StepReport(orders.step), 0.0)
+    assert planner.counts.num_unwritten >= 3
+    assert planner.tiering._unwritten_bytes <= 5 * KEY_BYTES
+    assert planner.tiering._unwritten_bytes == sum(len(path) for path, _ in planner.tiering._unwritten)
+
+
+def test_what_needs_no_more_doing_about_a_request_is_known_without_its_path() -> None:
+    planner = ConnectorPlanner(facts(8), BLOCK_SIZE, "lru")
+    assert planner.num_kept("one") == 0
+    orders = planner.plan_step([Progress("one", path_named("ab"), [0, 1])])
+    assert planner.num_kept("one") == 2
+    planner.apply(StepReport(orders.step, stored=False), 0.0)
+    assert planner.num_kept("one") == 0
 
 
 def test_what_was_not_stored_is_taken_back_with_what_leans_on_it() -> None:

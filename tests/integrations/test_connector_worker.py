@@ -21,9 +21,8 @@ from pagefold.integrations.vllm.connector_pages import PagesOnCard, PagesOnHost,
 from pagefold.integrations.vllm.connector_planner import ConnectorPlanner, Progress
 from pagefold.integrations.vllm.connector_settings import ConnectorSettings
 from pagefold.integrations.vllm.connector_tiers import open_tiers
-from pagefold.integrations.vllm.connector_versions import refuse_unknown
 from pagefold.integrations.vllm.connector_worker import ConnectorWorker
-from pagefold.integrations.vllm.versions import KNOWN_VERSIONS
+from pagefold.integrations.vllm.versions import KNOWN_VERSIONS, refuse_unknown
 from pagefold.kv import LoadOp, StoreOp
 from pagefold.store.arena import HostArena
 
@@ -353,8 +352,8 @@ def test_settings_that_cannot_work_are_refused_by_name(given, says):
 
 def test_only_known_versions_are_let_in():
     for version in KNOWN_VERSIONS:
-        refuse_unknown(version)
-        refuse_unknown(f"{version}+cpu")
+        refuse_unknown(version, "it")
+        refuse_unknown(f"{version}+cpu", "it")
     with pytest.raises(ConfigError, match=r"0\.30\.2.*0\.32\.0, 0\.31\.0"):
-        refuse_unknown("0.30.2")
+        refuse_unknown("0.30.2", "it")
     assert all(newer > older for newer, older in pairwise(KNOWN_VERSIONS))

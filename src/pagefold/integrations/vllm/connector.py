@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm import __version__ as vllm_version
@@ -28,6 +27,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     KVConnectorWorkerMetadata,
 )
+from vllm.v1.core import kv_cache_utils
 
 from pagefold.errors import ConfigError
 from pagefold.integrations.vllm.connector_directory import KEY_BYTES, path_of
@@ -36,7 +36,8 @@ from pagefold.integrations.vllm.connector_orders import StepOrders, StepReport, 
 from pagefold.integrations.vllm.connector_planner import ConnectorPlanner, Progress
 from pagefold.integrations.vllm.connector_settings import ConnectorSettings
 from pagefold.integrations.vllm.connector_stats import ConnectorPromMetrics, ConnectorStats
-from pagefold.integrations.vllm.connector_versions import refuse_unknown
+from pagefold.integrations.vllm.model_names import check_names
+from pagefold.integrations.vllm.versions import refuse_unknown
 
 if TYPE_CHECKING:
     import torch
@@ -104,7 +105,7 @@ class PagefoldConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
     """
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
-        refuse_unknown(vllm_version)
+        refuse_unknown(vllm_version, "PagefoldConnector")
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         self._settings = settings = ConnectorSettings.parse(dict(transfer.kv_connector_extra_config))
@@ -119,6 +120,8 @@ class PagefoldConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
         if settings.has_slow_tiers and self._num_workers > 1:
             msg = f"disk_path and remote_url are for one worker, and there are {self._num_workers}."
             raise ConfigError(msg, remedy="Leave them out with tensor parallelism: host_bytes works with it.")
+        if settings.has_slow_tiers:
+            check_names(vllm_config, has_fixed_seed=hasattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED"))
         self._block_size = block_tokens(kv_cache_config)
         hash_tokens = getattr(kv_cache_config, "hash_block_size", None) or self._block_size
         self._hashes_per_block = self._block_size // hash_tokens
@@ -161,7 +164,10 @@ class PagefoldConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
         facts = WorkerFacts(num_host_blocks, pages.block_bytes, layout)
         if leaves:
             tiers = open_tiers(
-                self._settings, layout, pages.block_bytes, label=str(self._vllm_config.model_config.model)
+                self._settings.of_replica(self._vllm_config.parallel_config),
+                layout,
+                pages.block_bytes,
+                label=str(self._vllm_config.model_config.model),
             )
             stores = tiers.stores
             facts = facts._replace(links=tiers.links, on_disk=tiers.on_disk, most_on_disk=tiers.most_on_disk)
@@ -254,8 +260,10 @@ class PagefoldConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Return the orders of a step that vLLM has planned."""
-        if self._planner is None:
+        planner = self._planner
+        if planner is None:
             return _Orders(StepOrders(-1))
+        num_requests = 0
         scheduled = scheduler_output.num_scheduled_tokens
         progress: list[Progress] = []
         replaced = getattr(scheduler_output, "block_table_updates", None) or {}  # of 0.31
@@ -263,7 +271,8 @@ class PagefoldConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
             seen = self._seen.get(new.req_id)
             if seen is not None:
                 seen.block_ids = list(new.block_ids[0])
-                progress.append(self._progress(seen, new.num_computed_tokens + scheduled[new.req_id]))
+                num_requests += 1
+                progress += self._progress(planner, seen, new.num_computed_tokens + scheduled[new.req_id])
         cached = scheduler_output.scheduled_cached_reqs
         for at, request_id in enumerate(cached.req_ids):
             seen = self._seen.get(request_id)
@@ -276,9 +285,10 @@ class PagefoldConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
                 seen.block_ids += block_ids[0]
             if request_id in replaced:
                 seen.block_ids = list(replaced[request_id][0])
-            progress.append(self._progress(seen, cached.num_computed_tokens[at] + scheduled[request_id]))
+            num_requests += 1
+            progress += self._progress(planner, seen, cached.num_computed_tokens[at] + scheduled[request_id])
         num_tokens = scheduler_output.total_num_scheduled_tokens
-        return _Orders(self._planner.plan_step(progress, num_tokens, len(progress)))
+        return _Orders(planner.plan_step(progress, num_tokens, num_requests))
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Take note of what the workers have done."""
@@ -344,14 +354,6 @@ class PagefoldConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
 
     # Inside.
 
-    def _own_settings(self) -> ConnectorSettings:
-        """Return the settings, with a folder for each data parallel engine: one process at a time uses a folder."""
-        parallel, settings = self._vllm_config.parallel_config, self._settings
-        if settings.disk_path is None or parallel.data_parallel_size <= 1:
-            return settings
-        folder = Path(settings.disk_path) / f"replica-{parallel.data_parallel_rank}"
-        return replace(settings, disk_path=str(folder))
-
     def _path(self, seen: _Seen, num_blocks: int) -> bytes:
         """Return the keys of a request's first blocks, as many as vLLM has hashed."""
         hashes = seen.request.block_hashes
@@ -360,13 +362,16 @@ class PagefoldConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
             seen.path = path_of(hashes, num_blocks, self._hashes_per_block, seen.path)
         return seen.path[: num_blocks * KEY_BYTES]
 
-    def _progress(self, seen: _Seen, num_tokens: int) -> Progress:
-        """Return how far a request will be that has so many tokens computed.
+    def _progress(self, planner: ConnectorPlanner, seen: _Seen, num_tokens: int) -> list[Progress]:
+        """Return how far a request will be that has so many tokens computed, if it has a new whole block by then.
 
         Tokens that are not known yet have no hash, so blocks with drafts in them are left for a later step.
         """
+        request_id = seen.request.request_id
         num_blocks = min(num_tokens // self._block_size, len(seen.block_ids))
-        return Progress(seen.request.request_id, self._path(seen, num_blocks), seen.block_ids)
+        if num_blocks <= planner.num_kept(request_id):
+            return []  # most steps of a decode, whose path is not copied for that
+        return [Progress(request_id, self._path(seen, num_blocks), seen.block_ids)]
 
     def _add(self, name: str, value: float) -> None:
         self._stats[name] = self._stats.get(name, 0.0) + value

@@ -5,13 +5,10 @@ Blocks go to disks and other machines under this name; whoever has another one f
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-import xxhash
-
 from pagefold.errors import ConfigError
-from pagefold.files.weights import find_weight_files
+from pagefold.integrations.vllm.model_names import name_of_model
 from pagefold.kv import Namespace
 
 if TYPE_CHECKING:
@@ -22,9 +19,6 @@ __all__ = ["attention_isa", "block_tokens", "check_layout", "layout_of", "pages_
 
 _KEEPS_ALL = {"FullAttentionSpec", "MLAAttentionSpec"}
 """vLLM's kinds of layers that keep all tokens of a request, by the name of their spec."""
-
-_PIECES, _PIECE_BYTES = 256, 2**16
-"""What is read of each file of weights to know them again: they are many gigabytes, and a start shall not wait."""
 
 _REMEDY = "Leave the connector out for this model."
 
@@ -90,25 +84,27 @@ def layout_of(vllm_config: VllmConfig, kv_caches: dict[str, torch.Tensor], versi
         kv_caches: its tensors, by layer.
         version: of vLLM.
         leaves: whether blocks leave this process; else the contents of weights are not looked at.
+
+    Raises:
+        ConfigError: blocks leave, and the model's files or how its pages are arranged is not known.
     """
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     first = next(iter(kv_caches.values()))
-    shapes = {f"{tuple(one.shape[1:])}/{tuple(one.stride()[1:])}/{one.dtype}" for one in kv_caches.values()}
+    shapes = [f"{tuple(one.shape[1:])}/{tuple(one.stride()[1:])}/{one.dtype}" for one in kv_caches.values()]
     isa = attention_isa(vllm_config, first.device.type) if leaves else first.device.type
     parts = (
         f"vllm {version}",
         isa,
-        f"{len(kv_caches)} layers",
-        " ".join(sorted(shapes)),
+        str(getattr(getattr(vllm_config, "attention_config", None), "backend", None)),
+        " ".join(f"{layer} {shape}" for layer, shape in zip(kv_caches, shapes, strict=True)),
         f"block {cache.block_size}",
         f"tp {parallel.tensor_parallel_size}",
         f"hash {cache.prefix_caching_hash_algo}",
     )
-    weights = _weights(str(model.model), str(model.revision)) if leaves else str(model.model)
     return Namespace(
-        model=f"{weights}/{model.quantization}/{model.max_model_len if _stretches(vllm_config) else ''}",
+        model=name_of_model(vllm_config) if leaves else str(model.model),
         layout="/".join(parts),
-        dtype=f"{model.dtype}/{cache.cache_dtype}",
+        dtype=f"{model.dtype}/{cache.cache_dtype}/{sorted(map(str, getattr(cache, 'kv_cache_dtype_skip_layers', ())))}",
     )
 
 
@@ -116,25 +112,3 @@ def _specs(spec: object, layers: list[str]) -> dict[str, object]:
     """Return the spec of each layer of a group."""
     by_layer = getattr(spec, "kv_cache_specs", None)
     return dict.fromkeys(layers, spec) if by_layer is None else dict(by_layer)
-
-
-def _stretches(vllm_config: VllmConfig) -> bool:
-    """Whether positions are encoded by how long sequences may be."""
-    text = getattr(vllm_config.model_config, "hf_text_config", None)
-    return bool(getattr(text, "rope_scaling", None))
-
-
-def _weights(model: str, revision: str) -> str:
-    """Return what names the weights: of a folder by pieces of its files, so that it is the same on every machine."""
-    folder = Path(model)
-    if not (folder / "config.json").is_file():
-        return f"{model}@{revision}"
-    digest = xxhash.xxh3_128((folder / "config.json").read_bytes())
-    for file in find_weight_files(folder):
-        size = file.stat().st_size
-        digest.update(size.to_bytes(8, "little"))
-        with file.open("rb") as opened:
-            for piece in range(_PIECES):
-                opened.seek(piece * size // _PIECES)
-                digest.update(opened.read(_PIECE_BYTES))
-    return digest.hexdigest()

@@ -175,6 +175,11 @@ class ConnectorPlanner:
         request = self._requests.get(request_id)
         return 0 if request is None else request.num_local
 
+    def num_kept(self, request_id: str) -> int:
+        """Return how many first blocks of a request :meth:`plan_step` has no more to do about, for now."""
+        request = self._requests.get(request_id)
+        return 0 if request is None else request.cursor
+
     def sources(self, request_id: str) -> tuple[int, str]:
         """Return how many blocks of a request's load came from a slow tier, and which: so many of the last ones."""
         request = self._requests.get(request_id)

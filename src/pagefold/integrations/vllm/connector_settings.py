@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
 from pagefold.config.size import size_of
 from pagefold.errors import ConfigError
+from pagefold.integrations.vllm.replica_folder import replica_folder
 from pagefold.kv.policies import DEFAULT_POLICY, POLICIES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from vllm.config import ParallelConfig
 
 __all__ = ["ConnectorSettings"]
 
@@ -82,6 +85,13 @@ class ConnectorSettings:
     def has_slow_tiers(self) -> bool:
         """Whether there is anything behind the host's memory."""
         return self.disk_path is not None or self.remote_url is not None
+
+    def of_replica(self, parallel: ParallelConfig) -> ConnectorSettings:
+        """Return the settings of one data parallel replica, whose folder is its own."""
+        if self.disk_path is None:
+            return self
+        folder = replica_folder(self.disk_path, parallel.data_parallel_index, parallel.data_parallel_size)
+        return replace(self, disk_path=str(folder))
 
 
 def _bad(name: str, value: object, allowed: str) -> ConfigError:

@@ -32,8 +32,8 @@ _WRITING_SHARE = 4
 """At most one host block in so many is being written to slow tiers."""
 _ARRIVING_SHARE = 2
 """At most one host block in so many is on its way in."""
-_MOST_UNWRITTEN = 1 << 14
-"""Paths that wait to be written to slow tiers; of more, the oldest are left out."""
+_MOST_UNWRITTEN_BYTES = 1 << 26
+"""Of the keys of paths that wait to be written to slow tiers; of more, the oldest paths are left out."""
 _LEAST_PATIENCE_S = 0.1
 """How long a request waits though nothing arrives, at least: a report comes once a step of vLLM's."""
 _LOOK_PATIENCE_S = 2.0
@@ -175,7 +175,8 @@ class ConnectorTiering:
         self._fetches: dict[int, Fetching] = {}
         self._fetch_at: dict[int, Fetching] = {}  # by host block
         self._looking: dict[int, ConnectorRequest] = {}  # by ticket
-        self._unwritten: deque[tuple[bytes, int]] = deque(maxlen=_MOST_UNWRITTEN)  # path, blocks before
+        self._unwritten: deque[tuple[bytes, int]] = deque()  # path, blocks before
+        self._unwritten_bytes = 0
         self._writes: dict[int, _Write] = {}  # by host block
         self._next = TierOrders([], [], [], clears=False)
         self._ticket = 0
@@ -201,13 +202,18 @@ class ConnectorTiering:
     def stored(self, path: bytes, num_before: int) -> None:
         """Blocks of a path have come to the host, behind so many: slow tiers are given them as soon as they can be."""
         if self.is_on:
-            self.counts.num_unwritten += len(self._unwritten) == _MOST_UNWRITTEN
             self._unwritten.append((path, num_before))
+            self._unwritten_bytes += len(path)
+            while self._unwritten_bytes > _MOST_UNWRITTEN_BYTES:
+                left_out, before = self._unwritten.popleft()
+                self._unwritten_bytes -= len(left_out)
+                self.counts.num_unwritten += len(left_out) // KEY_BYTES - before
 
     def reset(self) -> None:
         """Forget all that slow tiers have, and have them forget it."""
         self._on_disk.clear()
         self._unwritten.clear()
+        self._unwritten_bytes = 0
         self._generation += 1
         self._next = self._next._replace(clears=self.is_on)
 
@@ -348,6 +354,7 @@ class ConnectorTiering:
         most = max(1, self._num_host_blocks // _WRITING_SHARE)
         while self._unwritten and len(self._writes) < most:
             path, num_before = self._unwritten.popleft()
+            self._unwritten_bytes -= len(path)
             hit = self._directory.match(path)
             hit = hit._replace(nodes=written_part(hit))
             fresh = [node for node in hit.nodes[num_before:] if name_of(node).digest not in self._on_disk]

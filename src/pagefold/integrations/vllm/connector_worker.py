@@ -64,6 +64,7 @@ class ConnectorWorker:
         self._orders = _NOTHING
         self._fetches: dict[int, Fetch] = {}
         self._ticket_at: dict[int, int] = {}  # host block on its way in -> ticket
+        self._num_coming: dict[int, int] = {}  # ticket -> host blocks on their way in
         self._last_failed = -1
         self._failed_blocks: set[int] = set()
         self._began_s = 0.0
@@ -164,6 +165,7 @@ class ConnectorWorker:
             fetch = self._fetches[order.ticket] = Fetch(0.0, 0.0, NOTHING_MISSING)
             fetch.ops = {order.tier: list(order.ops)}
             self._ticket_at.update({op.host_id: order.ticket for op in order.ops})
+            self._num_coming[order.ticket] = len(order.ops)
             transfers.fetch(fetch)
         for ticket in orders.dropped:
             if ticket in self._fetches:
@@ -185,5 +187,6 @@ class ConnectorWorker:
 
     def _end(self, host_id: int) -> None:
         ticket = self._ticket_at.pop(host_id)
-        if ticket not in self._ticket_at.values():
-            del self._fetches[ticket]
+        self._num_coming[ticket] -= 1
+        if not self._num_coming[ticket]:
+            del self._fetches[ticket], self._num_coming[ticket]

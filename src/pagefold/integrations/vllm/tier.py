@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pagefold.errors import ConfigError
 from pagefold.integrations.vllm.chunk_frames import ChunkNames, describe_layout, frames_of
+from pagefold.integrations.vllm.model_names import weights_of
 from pagefold.integrations.vllm.tier_jobs import ChunkMove, TierJobs
 from pagefold.integrations.vllm.tier_lookups import LaterLookups, PromptLookups
 from pagefold.integrations.vllm.tier_options import TierOptions
@@ -100,7 +101,7 @@ class PagefoldTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is not th
         layout = describe_layout(
             offloading_spec,
             row_bytes,
-            weights=asked.weights,
+            weights=weights_of(str(offloading_spec.config.model.name), asked.weights),
             version_family=family_of(vllm_version),
             device=str(current_platform.device_type),
         )

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pagefold.config.size import size_of
 from pagefold.errors import ConfigError
+from pagefold.integrations.vllm.replica_folder import replica_folder
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
 __all__ = ["TierOptions"]
 
@@ -26,7 +27,8 @@ class TierOptions:
         disk_path: the folder of a tier on a disk; empty for another.
         limit_bytes: all that the folder may take, bytes or a size such as "200GiB".
         remote_url: where a tier on another machine is; empty for another.
-        weights: what the model's weights are beside its name, such as a revision: chunks of others are not found.
+        weights: what vLLM does not tell of the model, such as its revision, quantization and overrides: chunks of
+            others are not found. The files of a local folder are known without it.
         num_threads: how many threads move chunks.
         enable_kv_events: whether vLLM's events tell what was stored.
     """
@@ -71,8 +73,7 @@ class TierOptions:
 
     def folder_of(self, replica: int, num_replicas: int) -> Path:
         """Return the folder of a data parallel replica of the engine: one process at a time uses a folder."""
-        folder = Path(self.disk_path)
-        return folder if num_replicas <= 1 else folder / f"replica-{replica}"
+        return replica_folder(self.disk_path, replica, num_replicas)
 
 
 def _text(name: str, value: object) -> str:
