@@ -66,7 +66,7 @@ def check_names(vllm_config: VllmConfig, *, has_fixed_seed: bool) -> None:
     drafts = getattr(vllm_config, "speculative_config", None)
     drafter = getattr(drafts, "draft_model_config", None)
     is_named = drafter is None or drafter.model == vllm_config.model_config.model
-    if drafts is not None and drafts.method not in _DRAFTERS_WITHOUT_KV and not is_named:
+    if drafter is not None and drafts is not None and drafts.method not in _DRAFTERS_WITHOUT_KV and not is_named:
         msg = f"Drafts come from {drafter.model}, whose KV lies in the same blocks and has no name."
         raise ConfigError(msg, remedy=f"Draft by ngram or by the model's own layers, {_LEAVE_OUT}.")
     algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
