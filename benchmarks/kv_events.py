@@ -149,7 +149,7 @@ def compare(index: PrefixIndex, replicas: list[Replica]) -> Compared:
     for replica in replicas:
         maker, told = BatchMaker(BLOCK_SIZE, (KEEP_ALL,)), KVEvents()
         truth = PrefixIndex()
-        told._on_blocks_published(Walked(tuple(replica.core.tree.nodes())))  # noqa: SLF001 - in no step
+        told._on_nodes(Walked(tuple(replica.core.tree.nodes())))  # noqa: SLF001 - in no step
         while (noted := told.take()) is not None:
             truth.apply(replica.name, maker.make(noted))
         held, right = index.holds(replica.name), truth.holds(replica.name)

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BlockEvicted",
-    "BlockRegained",
     "BlocksPublished",
+    "BlocksRegained",
     "BlocksReused",
     "CacheConfigured",
     "CacheReset",
@@ -136,16 +136,16 @@ class BlocksPublished:
 
 
 @dataclass(frozen=True, slots=True)
-class BlockRegained:
-    """A node that had lost the block of a cache group has one again: from the host, or of who computed it once more.
+class BlocksRegained:
+    """Nodes that had lost blocks have them again: from the host, or of who computed them once more.
+
+    One event a step, or a path that was joined, and none where nothing was regained.
 
     Attributes:
-        node: of the tree. As of :class:`BlockEvicted`.
-        group: the cache group.
+        nodes: of the tree, one for each block. As of :class:`BlockEvicted`.
     """
 
-    node: Node
-    group: int
+    nodes: tuple[Node, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -750,8 +750,8 @@ class StepAbandoned:
 
 Event: TypeAlias = (
     BlockEvicted
-    | BlockRegained
     | BlocksPublished
+    | BlocksRegained
     | BlocksReused
     | CacheConfigured
     | EvictionPolicySwitched

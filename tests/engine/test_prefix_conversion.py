@@ -98,7 +98,7 @@ def test_codes_go_by_file_too(tiny_chat_model, tmp_path):
         prefix.check(lambda *_: None)
         blocks = PrefixBlocks(prefix, layout)
         assert import_prefix(blocks, tmp_path / "second", int(LIMIT_GIB * 2**30), lambda *_: None) == 43
-        with pytest.raises(PrefixMismatchError, match="are not numbers as they were computed on a CPU"):
+        with pytest.raises(PrefixMismatchError, match="cannot be used here"):
             PrefixBlocks(prefix, layout_of(tiny_chat_model, block_size=32, **settings))
     second = computed(tiny_chat_model, tmp_path / "second", **settings)
     assert second.outputs[0].token_ids == first.outputs[0].token_ids

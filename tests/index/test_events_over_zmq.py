@@ -18,6 +18,7 @@ from pagefold.index import DEFAULT_SEED, PrefixIndex, block_hashes
 from pagefold.index.subscriber import KVEventSubscriber
 from pagefold.index.wire import AllBlocksCleared, BlockStored, EventBatch, encode_batch
 from pagefold.kv import KEEP_ALL
+from pagefold.observe import kv_event_publisher
 from pagefold.observe.kv_event_publisher import KVEventPublisher
 
 if TYPE_CHECKING:
@@ -159,6 +160,57 @@ def test_what_is_dropped_is_counted_and_made_good():
         house.run()
         source._noted.tell_all()
         until(lambda: index.holds("a") == holds_of(house.core), "the index")
+    source.close()
+
+
+def test_a_publisher_that_dies_keeps_nothing(caplog):
+    from observe.ledger_house import House
+
+    source = publisher()
+    source._events.close()  # a bug of ours, say
+    house = House(listen=source)
+    for first in range(3):
+        house.send([first] * 9)
+        house.run()
+    assert source._noted.num_waiting
+    source.begin(4, tuple(house.core.rules))
+    source._thread.join(60)
+    assert "KV events have failed: none are sent any more" in caplog.text
+    house.send([77] * 9)
+    house.run()
+    assert house.core.pool.num_cached
+    assert not source._noted.num_waiting
+    assert not source._noted._places
+    source.close()
+
+
+def test_whoever_asks_again_and_again_does_not_make_it_tell_all_each_time(monkeypatch):
+    from observe.ledger_house import House
+
+    monkeypatch.setattr(kv_event_publisher, "_ANEW_EVERY_S", 3600.0)
+    source = publisher(buffer_steps=1)
+    house = House(listen=source)
+    for first in range(3):
+        house.send([first] * 9)
+        house.run()
+    source.begin(4, tuple(house.core.rules))
+    until(lambda: source.counts.num_sent > 1, "more than is kept")
+    context = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    socket.connect(source.replay_endpoint)
+    for _ in range(20):
+        socket.send_multipart([b"", number(0)])
+        while True:
+            assert socket.poll(60_000)
+            if socket.recv_multipart()[2] == number(-1):
+                break
+    until(lambda: source.counts.num_told_anew, "all to be told anew")
+    socket.send_multipart([b"", number(0)])
+    until(lambda: source.counts.num_put_off, "the last one to be put off")
+    assert source.counts.num_told_anew == 1
+    monkeypatch.setattr(source, "_anew_from_s", 0.0)  # an hour later
+    until(lambda: source.counts.num_told_anew == 2, "who waited to be helped")
+    context.destroy(linger=0)
     source.close()
 
 

@@ -9,7 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from pagefold.cli import app
-from pagefold.config import KVEventsConfig, environment_hash_seed, environment_int_hashes, kv_events
+from pagefold.cli.serve import warn_if_connecting
+from pagefold.config import KVEventsConfig, ServerConfig, environment_hash_seed, environment_int_hashes, kv_events
 from pagefold.errors import ConfigError
 
 
@@ -34,6 +35,26 @@ def test_defaults_are_those_of_vllm():
 )
 def test_endpoints(endpoint):
     assert KVEventsConfig(endpoint=endpoint).endpoint == endpoint
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "listens"),
+    [
+        ("tcp://*:5557", True),
+        ("tcp://127.0.0.1:*", True),
+        ("tcp://[::1]:5557", True),
+        ("ipc:///tmp/x", True),
+        ("tcp://127.0.0.1:5557", False),
+        ("tcp://router.local:5557", False),
+    ],
+)
+def test_whether_it_listens_is_said_as_vllm_says_it_and_else_it_warns(endpoint, listens, capsys):
+    assert KVEventsConfig(endpoint=endpoint).listens == listens
+    warn_if_connecting(KVEventsConfig(enable_kv_cache_events=True, endpoint=endpoint), ServerConfig())
+    warn_if_connecting(KVEventsConfig(endpoint=endpoint), ServerConfig())  # off
+    told = capsys.readouterr().err
+    assert told.count("warning: ") == (not listens)
+    assert (f"connects to {endpoint}" in told) == (not listens)
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ class IndexMachine(RuleBasedStateMachine):
         hashes = path[begin : begin + num]
         event = stored(hashes, medium, group, WINDOW if group else None)
         self.index.apply(replica, batch(*[event] * times))
-        self.known.setdefault(replica, True)
+        self.known.setdefault(replica, False)  # it may hold more than that
         self.held[replica] |= {(one, medium or "GPU", group) for one in hashes}
         self.groups[replica].add(group)
         if group:
@@ -76,7 +76,7 @@ class IndexMachine(RuleBasedStateMachine):
     def remove(self, *, replica, path, begin, num, medium, group) -> None:
         hashes = [one.to_bytes(32, "big") for one in path[begin : begin + num]]
         self.index.apply(replica, batch(BlockRemoved(hashes, medium, group)))
-        self.known.setdefault(replica, True)
+        self.known.setdefault(replica, False)
         self.held[replica] -= {(one, medium or "GPU", group) for one in path[begin : begin + num]}
 
     @rule(replica=st.sampled_from(REPLICAS), how=st.sampled_from(("cleared", "begin", "forget", "gone")))
@@ -138,7 +138,7 @@ TestIndex.settings = settings(max_examples=40, stateful_step_count=20)
 def test_when_a_replica_made_its_last_batch_is_known():
     index = PrefixIndex()
     assert index.replicas() == {}
-    index.apply("a", batch(stored([1, 2]), ts=5.5))
+    index.apply("a", batch(AllBlocksCleared(), stored([1, 2]), ts=5.5))
     assert index.replicas() == {"a": (True, 2, 5.5)}
     index.doubt("a")
     assert index.replicas() == {"a": (False, 2, 5.5)}
@@ -182,3 +182,34 @@ def test_nonsense_does_not_fill_the_memory(group):
         index.apply("a", batch(stored([1], group=group)))
     with pytest.raises(TooManyPlacesError, match="16 media"):
         index.apply("a", batch(*(stored([1], medium=f"medium {number}") for number in range(17))))
+
+
+def test_nonsense_of_one_replica_takes_no_place_from_another():
+    index = PrefixIndex()
+    with pytest.raises(TooManyPlacesError, match="Replica bad tells of more than 16 media"):
+        index.apply("bad", batch(*(stored([1], medium=f"medium {number}") for number in range(17))))
+    for medium in ("GPU", "CPU", "STORAGE"):
+        for replica in ("bad", "good"):
+            index.apply(replica, batch(stored([2], medium)))
+            assert index.match([2], [medium]) == dict.fromkeys(("bad", "good")[: 1 + (replica == "good")], 1)
+            assert index.holds(replica, medium) == {2: {0}}
+        index.apply("good", batch(BlockRemoved([2], medium, 0)))
+        index.apply("bad", batch(BlockRemoved([2], medium, 0)))
+    index.apply("good", batch(stored([3], "a new kind of medium")))
+    assert index.match([3]) == {"good": 1}
+    index.apply("bad", batch(AllBlocksCleared(), stored([3], "a new kind of medium")))  # it has come to its senses
+    assert index.match([3], ["a new kind of medium"]) == {"bad": 1, "good": 1}
+
+
+def test_a_batch_that_comes_after_its_replica_has_gone_makes_nothing_known():
+    index = PrefixIndex()
+    index.begin("a")
+    index.apply("a", batch(stored([1, 2])))
+    assert index.is_known("a")
+    index.replica_gone("a")
+    index.apply("a", batch(stored([3])))  # it holds 1 and 2 too, and the index does not say so
+    assert index.replicas() == {"a": (False, 1, 1.0)}
+    index.trust("a")
+    assert not index.is_known("a")
+    index.apply("a", batch(AllBlocksCleared(), stored([1])))
+    assert index.replicas() == {"a": (True, 1, 1.0)}

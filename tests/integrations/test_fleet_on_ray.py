@@ -66,6 +66,11 @@ class FleetProcess:
         told = [line.split() for line in lines if line.startswith("pagefold:router_requests_total")]
         return {name.split('"')[1]: float(value) for name, value in told}
 
+    def num_heard(self):
+        """Batches of events that came as they were sent: nobody had to ask for them."""
+        lines = self.http.get("/metrics").text.splitlines()
+        return next(float(line.split()[1]) for line in lines if 'router_event_batches_total{how="sent"}' in line)
+
     def complete(self, prompt, **fields):
         answer = self.http.post("/v1/completions", json={"prompt": prompt, **GREEDY, **fields})
         assert answer.status_code == 200, answer.text
@@ -102,7 +107,9 @@ def test_two_servers_are_known_and_answer(fleet):
 def test_who_returns_finds_what_he_left_by_events(fleet):
     until(lambda: all(each["is_known"] for each in fleet.replicas()), "events", 60)
     before = sum(each["num_blocks"] for each in fleet.replicas())
+    num_heard = fleet.num_heard()
     fleet.complete(LONG, max_tokens=1)
+    until(lambda: fleet.num_heard() > num_heard, "events to come by themselves", 60)
     until(lambda: sum(each["num_blocks"] for each in fleet.replicas()) > before, "its blocks to be told of", 60)
     time.sleep(11)  # what is expected of a request is forgotten by then: from now on events alone say who holds it
     cached = fleet.complete(LONG + "and more", max_tokens=1)["usage"]["prompt_tokens_details"]["cached_tokens"]

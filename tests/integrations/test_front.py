@@ -15,11 +15,12 @@ from pagefold.cli import app
 from pagefold.cli.serve_fleet import arguments_of_replicas
 from pagefold.errors import ConfigError
 from pagefold.index import DEFAULT_SEED, PrefixIndex, block_hashes
+from pagefold.index.order import EventCounts
 from pagefold.integrations.ray.accounts import tenants_of
 from pagefold.integrations.ray.child_server import ChildServer, ServerNotStartedError
 from pagefold.integrations.ray.forwarded import Forwarded, Head, ReplicaLostError, passed_on
 from pagefold.integrations.ray.front import Front
-from pagefold.integrations.ray.front_metrics import FrontMetrics
+from pagefold.integrations.ray.front_metrics import front_metrics
 from pagefold.integrations.ray.passing import pass_on
 from pagefold.integrations.ray.prompts import TokenizedPrompts
 from pagefold.integrations.ray.settings import FleetSettings
@@ -28,7 +29,13 @@ from pagefold.routing import PrefixRouting, Router
 GREEDY = {"temperature": 0, "ignore_eos": True}
 BLOCK = 16
 LONG = "tell me more of this and of that " * 8
-_OF_THE_CACHE = ("prompt_tokens_details", "cache_read_input_tokens", "cache_creation_input_tokens", "input_tokens")
+_OF_THE_CACHE = (
+    "prompt_tokens_details",
+    "cache_read_input_tokens",
+    "cache_creation_input_tokens",
+    "input_tokens",
+    "cache_creation",
+)
 _OF_ANSWERS = ("id", "created", "system_fingerprint")
 
 
@@ -42,12 +49,15 @@ class Fleet:
         for name in servers:
             self.router.add(name)
             self.index.begin(name)
-        self.prompts = TokenizedPrompts(self.send, BLOCK, tenants_of(None), DEFAULT_SEED)
+        self.prompts = TokenizedPrompts(
+            self.send, block_size=BLOCK, most_tokens=8192, tenant_of=tenants_of(None), seed=DEFAULT_SEED
+        )
         self.front = Front(self.router, self.send, self.prompts, self.clock)
         self.clients: dict[str, httpx.AsyncClient] = {}
         self.sent: list[tuple[str, str]] = []
         self.gone: set[str] = set()
         self.breaks_after: int | None = None
+        self.num_breaks = 1
         self.now = 0.0
 
     def clock(self) -> float:
@@ -65,7 +75,9 @@ class Fleet:
         stream = pass_on(self.clients[replica], replica, asked)
         try:
             async for piece in stream:
-                if self.breaks_after is not None and asked.path != "/tokenize" and num_pieces >= self.breaks_after:
+                breaks = self.num_breaks and self.breaks_after is not None and asked.path != "/tokenize"
+                if breaks and num_pieces >= self.breaks_after:
+                    self.num_breaks -= 1
                     raise ReplicaLostError(replica)
                 num_pieces += 1
                 yield piece
@@ -206,7 +218,7 @@ def test_hashes_are_those_of_the_servers_tokens(fleet, servers):
     asked = Forwarded("POST", "/v1/completions", (), json.dumps({"prompt": LONG}).encode())
     prompt = fleet.run(fleet.prompts.read(asked, "a"))
     token_ids = servers["a"].http.post("/tokenize", json={"prompt": LONG}).json()["tokens"]
-    assert prompt == (block_hashes(token_ids, BLOCK), len(token_ids))
+    assert prompt == (block_hashes(token_ids, BLOCK), len(token_ids), True)
 
 
 def test_events_that_stop_are_told_and_load_decides(fleet):
@@ -214,27 +226,68 @@ def test_events_that_stop_are_told_and_load_decides(fleet):
         fleet.index.forget(name)
     fleet.run(fleet.ask("/v1/completions", {"prompt": LONG, "max_tokens": 1, **GREEDY}))
     assert fleet.router.num_choices == {"unknown": 1}
-    told = FrontMetrics(fleet.index).text(fleet.router, fleet.front).decode()
+    heard = [EventCounts(num_applied=5, num_replayed=2), EventCounts(num_applied=1)]
+    told = front_metrics(fleet.router, fleet.front, fleet.index, heard).decode()
+    assert 'pagefold:router_event_batches_total{how="sent"} 4.0' in told
+    assert 'pagefold:router_event_batches_total{how="replayed"} 2.0' in told
     assert 'pagefold:router_requests_total{reason="unknown"} 1.0' in told
     assert "pagefold:router_unknown_replicas 2.0" in told
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_a_replica_that_is_gone_before_it_answers_is_replaced(fleet, is_stream):
+def test_a_replica_that_is_gone_before_it_answers_is_replaced_and_left_alone_for_a_while(fleet, is_stream):
     fleet.gone = {"a"}
-    body = {"prompt": [9] * 40, "max_tokens": 2, "stream": is_stream, **GREEDY}
-    assert [fleet.run(fleet.ask("/v1/completions", body))[0] for _ in range(2)] == [200, 200]
-    assert fleet.front.num_retried >= 1
+    body = {"prompt": LONG, "max_tokens": 2, "stream": is_stream, **GREEDY}
+    assert [fleet.run(fleet.ask("/v1/completions", body))[0] for _ in range(5)] == [200] * 5
+    assert [replica for replica, _ in fleet.sent].count("a") == 1, "it was lost when it was asked for tokens"
     assert fleet.front.num_broken == 0
+    assert fleet.router.num_choices == {"nothing_held": 1, "prefix": 4}, (
+        "each request is counted once, and all are read"
+    )
 
 
-def test_an_answer_that_is_lost_in_the_middle_is_asked_for_again_where_nothing_was_sent(fleet):
+def test_who_alone_is_left_is_asked_again_though_it_was_lost(fleet):
+    fleet.router.drain("b")
+    fleet.gone = {"a"}
+    body = {"prompt": [9] * 40, "max_tokens": 2, **GREEDY}
+    assert fleet.run(fleet.ask("/v1/completions", body))[0] == 503
+    fleet.gone = set()
+    assert fleet.run(fleet.ask("/v1/completions", body))[0] == 200
+    assert fleet.front.num_retried == 0, "there was nobody to try it with"
+
+
+def test_what_is_refused_leaves_no_trace_in_the_account(fleet):
+    before = [fleet.router._placed(fleet.router._loads[name]) for name in "ab"]
+    status, _, _ = fleet.run(fleet.ask("/v1/completions", {"prompt": [9] * 5000, "max_tokens": 2}))
+    assert status == 400
+    assert [fleet.router._placed(fleet.router._loads[name]) for name in "ab"] == pytest.approx(before)
+    assert not len(fleet.router._expected)
+
+
+def test_headers_are_bytes_and_come_through(fleet, servers):
+    status, _, _ = fleet.run(fleet.ask("/v1/models", headers=[("user-agent", "caf\xe9"), ("x-mine", "\xc3\xa9")]))
+    assert status == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/responses/resp_1", "/v1/explain/cmpl-1", "/v1/sessions/mine"])
+def test_what_one_server_remembers_is_not_asked_of_another(fleet, path):
+    status, _, told = fleet.run(fleet.ask(path))
+    assert status == 404
+    assert "there are several" in json.loads(told)["error"]["message"]
+    assert not fleet.sent
+
+
+@pytest.mark.parametrize(("num_breaks", "status"), [(1, 200), (2, 503)])
+def test_an_answer_that_is_lost_in_the_middle_is_asked_for_again_where_nothing_was_sent(fleet, num_breaks, status):
     """A whole answer is sent when it is complete: its replica may go until then."""
-    fleet.breaks_after = 1
-    status, _, told = fleet.run(fleet.ask("/v1/completions", {"prompt": [9] * 40, "max_tokens": 2, **GREEDY}))
-    assert status == 503
+    fleet.breaks_after, fleet.num_breaks = 1, num_breaks
+    got, _, told = fleet.run(fleet.ask("/v1/completions", {"prompt": [9] * 40, "max_tokens": 2, **GREEDY}))
+    assert got == status
     assert fleet.went_to("/v1/completions") in (["a", "b"], ["b", "a"])
-    assert json.loads(told)["error"]["code"] == "engine_unavailable"
+    if status == 200:
+        assert json.loads(told)["usage"]["completion_tokens"] == 2
+    else:
+        assert json.loads(told)["error"]["code"] == "engine_unavailable"
 
 
 def test_a_stream_whose_replica_goes_ends_with_an_error(fleet):
@@ -291,11 +344,22 @@ def test_a_client_that_goes_ends_its_request(fleet, servers):
             until(server.is_idle, "the request to end")
 
 
-def test_all_are_asked_to_forget(fleet, servers):
-    closed = Fleet({"a": servers["a"], "b": servers["b"]})
-    status, _, _ = closed.run(closed.ask("/reset_prefix_cache", {}))
-    assert status == 403, "without an admin key nobody may"
-    assert closed.went_to("/reset_prefix_cache") == ["a", "b"]
+def test_all_are_asked_to_forget(fleet, tiny_chat_model):
+    assert fleet.run(fleet.ask("/reset_prefix_cache", {}))[0] == 403, "without an admin key nobody may"
+    made = {
+        name: LocalServer(tiny_chat_model, kv_cache_memory_bytes=2**22, door={"admin_api_key": "me"}) for name in "ab"
+    }
+    both = Fleet(made)
+    try:
+        for server in made.values():
+            server.complete(LONG, max_tokens=1)
+            assert server.metric("pagefold:num_cached_blocks") > 0
+        key = (("authorization", "Bearer me"),)
+        assert both.run(both.ask("/reset_prefix_cache", {}, key))[0] == 200
+        assert [server.metric("pagefold:num_cached_blocks") for server in made.values()] == [0, 0]
+    finally:
+        for server in made.values():
+            server.close()
 
 
 def test_many_at_once_are_spread(fleet):
@@ -361,10 +425,11 @@ def test_what_a_fleet_cannot_be_is_refused(change, told):
     [
         (("--routing", "load"), "Give --replicas too"),
         (("--max-replicas", "3"), "Give --replicas too"),
-        (("--replicas", "2", "--routing", "magic"), "round_robin"),
-        (("--replicas", "3", "--max-replicas", "2"), "max_replicas 2"),
-        (("--replicas", "2", "--port", "0"), "Give --port"),
-        (("--replicas", "2", "--kv-disk-path", "/nowhere", "--kv-offloading-size", "1"), "--kv-remote-url"),
+        (("--replicas", "2", "--kv-cache-memory-bytes", "64M", "--routing", "magic"), "round_robin"),
+        (("--replicas", "3", "--max-replicas", "2", "--kv-cache-memory-bytes", "64M"), "max_replicas 2"),
+        (("--replicas", "2"), "--kv-cache-memory-bytes"),
+        (("--replicas", "2", "--kv-cache-memory-bytes", "64M", "--port", "0"), "Give --port"),
+        (("--replicas", "1", "--kv-disk-path", "/nowhere", "--kv-offloading-size", "1"), "--kv-remote-url"),
         (("--replicas", "2", "--record-trace", "/nowhere"), "--record-trace is of one server"),
         (("--replicas", "2", "--kv-events-config", '{"enable_kv_cache_events": true}'), "--kv-events-config is of one"),
         (("--replicas", "0"), "greater than or equal to 1"),
@@ -378,7 +443,7 @@ def test_what_does_not_go_with_many_servers_is_refused(flags, told):
 
 @pytest.mark.skipif(find_spec("ray") is not None, reason="Ray is installed")
 def test_without_ray_the_extra_is_named():
-    result = CliRunner().invoke(app, ["serve", "smollm2-135m", "--replicas", "2"])
+    result = CliRunner().invoke(app, ["serve", "smollm2-135m", "--replicas", "1"])
     assert result.exit_code == 2
     assert 'pip install "pagefold[ray]"' in " ".join(result.output.split())
 

@@ -4,6 +4,7 @@ from array import array
 
 import pytest
 
+from pagefold.events import BlocksRegained, ignore
 from pagefold.kv.arbiter import Arbiter
 from pagefold.kv.audit import audit
 from pagefold.kv.core import KVCore
@@ -24,10 +25,10 @@ def packed(tokens):
     return array("i", tokens).tobytes()
 
 
-def core_of(window, num_blocks=12):
+def core_of(window, num_blocks=12, emit=ignore):
     rules = [KEEP_ALL, KEEP_ALL]
     rules[window] = KeepRule(6)
-    return KVCore(num_blocks, block_size=SIZE, rules=rules, host=HostTier(60))
+    return KVCore(num_blocks, block_size=SIZE, rules=rules, host=HostTier(60), emit=emit)
 
 
 def acquire(core, tokens):
@@ -65,9 +66,9 @@ def take_windows(core):
     core.moves.host_done(core.moves.take_host_ops())
 
 
-def without_windows(window):
+def without_windows(window, emit=ignore):
     """Return a core that has the path of ``TOKENS`` on the device, and its last windows on the host."""
-    core = core_of(window)
+    core = core_of(window, emit=emit)
     serve(core, TOKENS)
     take_windows(core)
     nodes = core.tree.match(b"", packed(TOKENS), 12).nodes
@@ -103,6 +104,42 @@ def test_a_step_that_fails_leaves_nobody_lacking(full, window):
     audit(core)
     assert not core.moves.lacking
     assert nodes[-1].blocks[window] is None
+
+
+@ORDERS
+def test_what_nodes_regain_from_the_host_is_told_once_a_step(full, window):
+    told = []
+    core, nodes = without_windows(window, told.append)
+    cache = acquire(core, TOKENS)
+    core.moves.host_done(core.moves.take_host_ops())
+    (event,) = [event for event in told if isinstance(event, BlocksRegained)]
+    assert event.nodes == tuple(nodes[1:])  # the window of 6 does not reach the first
+    assert [node.blocks[window] is None for node in nodes] == [True, False, False]
+    core.release(cache)
+    told.clear()
+    serve(core, OTHERS)
+    serve(core, TOKENS)
+    assert not any(isinstance(event, BlocksRegained) for event in told), "nothing was lacking"
+
+
+@ORDERS
+def test_what_nodes_regain_of_who_computed_it_once_more_is_told_once_a_path(full, window):
+    told = []
+    core = core_of(window, 20, told.append)
+    caches = [acquire(core, TOKENS) for _ in range(2)]
+    for cache in caches:
+        assert core.extend(cache, 0, 12)
+    first, second = (core.publishing.promise(cache, packed(TOKENS), 12) for cache in caches)
+    core.publishing.commit(first)
+    core.release(caches[0])
+    nodes = core.tree.match(b"", packed(TOKENS), 12).nodes
+    for block in core.blocks.windows.all():
+        core.blocks._evict_alone(block)
+    assert [node.blocks[window] for node in nodes] == [None] * 3
+    core.publishing.commit(second)
+    (event,) = [event for event in told if isinstance(event, BlocksRegained)]
+    assert event.nodes == tuple(nodes)
+    audit(core)
 
 
 @ORDERS

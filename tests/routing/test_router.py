@@ -75,7 +75,7 @@ class Placed:
     """Tokens that filled a cache."""
 
     replica: str
-    num_tokens: int
+    num_tokens: float
     turned: float
 
 
@@ -162,22 +162,29 @@ class RouterMachine(RuleBasedStateMachine):
         (held.update if is_held else held.difference_update)(hashes_of(path))
         (self.told.unknown.discard if is_known else self.told.unknown.add)(replica)
 
-    @rule(path=PATHS, rest=st.integers(1, 3), without=st.frozensets(REPLICAS, max_size=2))
-    def route(self, path, rest, without):
+    @rule(
+        path=PATHS, rest=st.integers(1, 3), without=st.frozensets(REPLICAS, max_size=2), is_read=st.booleans(),
+        is_again=st.booleans(),
+    )  # fmt: skip
+    def route(self, path, rest, without, is_read, is_again):
         prompt, request_id = prompt_of(path, rest), f"r{self.number}"
+        if not is_read:
+            prompt = Prompt((), prompt.num_tokens, is_read=False)
         self.number += 1
         names = [name for name, is_open in self.model.open.items() if is_open and name not in without]
         if not names:
             with pytest.raises(LookupError):
-                self.router.route(request_id, prompt, self.now, without=without)
+                self.router.route(request_id, prompt, self.now, without=without, is_again=is_again)
             return
         expected = {name: self.model.candidate(name, prompt, self.told, self.now) for name in names}
-        choice = self.router.route(request_id, prompt, self.now, without=without)
+        choice = self.router.route(request_id, prompt, self.now, without=without, is_again=is_again)
         assert {each.replica: each for each in self.policy.candidates} == expected
         chosen = expected[choice.replica]
         assert choice.num_held_tokens == chosen.num_held_tokens
         most = max(each.num_held_tokens for each in expected.values())
-        if most:
+        if not is_read:
+            assert (choice.reason, most) == ("unread", 0)
+        elif most:
             assert choice.reason == ("prefix" if chosen.num_held_tokens == most else "load")
         else:
             is_any_known = any(self.told.is_known(name) for name in names)
@@ -185,7 +192,7 @@ class RouterMachine(RuleBasedStateMachine):
         num_computed = prompt.num_tokens - chosen.num_held_tokens
         self.model.sent[request_id] = Sent(choice.replica, prompt, num_computed)
         self.model.place(choice.replica, num_computed)
-        self.reasons += 1
+        self.reasons += not is_again
 
     @precondition(lambda self: self._active())
     @rule(data=st.data(), ends=st.booleans(), num_output_tokens=st.integers(0, 60))
@@ -199,8 +206,22 @@ class RouterMachine(RuleBasedStateMachine):
             self.router.started(request_id)
             self.model.sent[request_id].has_started = True
 
+    @precondition(lambda self: self._active())
+    @rule(data=st.data())
+    def fail(self, data):
+        """Nothing was computed: what was booked is taken back, and what was expected."""
+        request_id = data.draw(st.sampled_from(self._active()))
+        sent = self.model.sent.pop(request_id)
+        self.router.failed(request_id)
+        left = self.model.placed_at(sent.replica)
+        if not sent.has_started:
+            left = max(0.0, left - sent.num_computed)
+        self.model.placed = [each for each in self.model.placed if each.replica != sent.replica]
+        self.model.placed.append(Placed(sent.replica, left, self.model.turned))
+
     @rule()
     def unknown_requests_are_nobody(self):
+        self.router.failed("never")
         self.router.started("never")
         self.router.ended("never", self.now)
 
@@ -217,6 +238,11 @@ class RouterMachine(RuleBasedStateMachine):
         for replica in self.model.open:
             mine = [name for name in self._active() if self.model.sent[name].replica == replica]
             assert self.router.num_requests(replica) == len(mine)
+        names = [name for name in self.router.open_replicas if name != "a"]
+        least = self.router.least_loaded(without=frozenset("a"))
+        assert (least is None) == (not names)
+        if names:
+            assert self.router.num_requests(least) == min(map(self.router.num_requests, names))
 
 
 TestRouter = RouterMachine.TestCase

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from pagefold.observe.traces import Traces
     from pagefold.server.process import WarmPrompt
 
-__all__ = ["check_installed", "quiet_transformers", "serve", "warn_if_open"]
+__all__ = ["check_installed", "quiet_transformers", "serve", "warn_if_connecting", "warn_if_open"]
 
 _NEEDED = (
     "torch",
@@ -294,6 +294,8 @@ def _run(
     address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     model_name = config.served_model_name or engine_config.model
     warn_if_open(host, config)
+    if heard_by.kv_events is not None:
+        warn_if_connecting(heard_by.kv_events.config, config)
 
     def say_ready() -> None:
         say(f"ready on {address} (model {model_name}) after {time.monotonic() - began:.1f} s")
@@ -322,10 +324,25 @@ def warn_if_open(host: str, config: ServerConfig) -> None:
 
     if config.api_keys or config.accounts or not is_beyond_this_machine(host):
         return
-    message = (
+    _warn(
         f"listening on {host} without keys: whoever reaches it can use the model, and see what others do. "
-        "Give --api-key or --api-key-file, or --host 127.0.0.1."
+        "Give --api-key or --api-key-file, or --host 127.0.0.1.",
+        config,
     )
+
+
+def warn_if_connecting(events_config: KVEventsConfig, config: ServerConfig) -> None:
+    """Say, as above, that KV events are not listened for at their endpoint: the server connects to it, as vLLM does."""
+    if events_config.is_on and not events_config.listens:
+        _warn(
+            f"for KV events the server connects to {events_config.endpoint}: it reaches only who listens there. "
+            "It listens itself where an endpoint has * or :: in it, or is of ipc: "
+            "for this machine alone, ipc:///run/pagefold/events or tcp://[::1]:5557.",
+            config,
+        )
+
+
+def _warn(message: str, config: ServerConfig) -> None:
     if config.log_format == "json":
         _log.warning(message)
     else:

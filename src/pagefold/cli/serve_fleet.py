@@ -150,12 +150,19 @@ def _settings(wish: FleetWish, engine: EngineConfig, server: ServerConfig) -> An
     if engine.kv_disk_path is not None:
         msg = "Several servers cannot share one folder of a disk tier."
         raise ConfigError(msg, remedy="Give --kv-remote-url, a store that they share, or leave out --kv-disk-path.")
+    is_alone = not os.environ.get(_ADDRESS)
+    if is_alone and engine.kv_cache_memory_bytes is None and max(wish.replicas, wish.max_replicas or 1) > 1:
+        msg = "Several servers share this machine's memory, and each would take as much as one alone."
+        raise ConfigError(msg, remedy="Say with --kv-cache-memory-bytes how much KV each of them may keep.")
+    if server.accounts and not (server.metrics_key or server.admin_api_key):
+        msg = "Nobody could see what the servers do together: with --api-key-file that takes a key of its own."
+        raise ConfigError(msg, remedy="Give --metrics-key or --admin-api-key.")
     if not server.port:
         msg = "port is 0, and clients must know where the front is."
         raise ConfigError(msg, remedy="Give --port.")
     max_replicas = wish.replicas if wish.max_replicas is None else wish.max_replicas
     arguments = arguments_of_replicas(wish.arguments)
-    if engine.threads is None and not os.environ.get(_ADDRESS):
+    if engine.threads is None and is_alone:
         arguments += ("--threads", str(max(1, available_cpus() // max_replicas)))
     return FleetSettings(
         arguments=arguments,

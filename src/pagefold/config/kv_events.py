@@ -72,6 +72,11 @@ class KVEventsConfig:
         """Whether events are sent."""
         return self.enable_kv_cache_events and self.publisher != "null"
 
+    @property
+    def listens(self) -> bool:
+        """Whether ``endpoint`` is listened on, by vLLM's rule; else the publisher connects to who listens there."""
+        return "*" in self.endpoint or "::" in self.endpoint or self.endpoint.startswith("ipc://")
+
     @classmethod
     def of_json(cls, text: str) -> KVEventsConfig:
         """Return what ``--kv-events-config`` says.

@@ -24,8 +24,10 @@ _HASH_BYTES = _HASH_BITS // 8
 _ALL_ONES = (1 << _HASH_BITS) - 1
 
 _MAX_GROUPS = 64
+_KNOWN_MEDIA = ("GPU", "CPU", "STORAGE")
+"""Those that there are: they have a place whatever else a replica tells of."""
 _MAX_MEDIA = 16
-"""Of all replicas. There are three; a publisher of nonsense must not fill the memory."""
+"""Of one replica. A publisher of nonsense must not fill the memory, nor take places from others."""
 
 
 class TooManyPlacesError(PagefoldError):
@@ -107,7 +109,6 @@ class PrefixIndex:
         self._replicas: dict[str, _Replica] = {}
         self._by_number: dict[int, _Replica] = {}
         self._holders: dict[int, int] = {}  # block -> one bit for each replica that holds it in all its whole groups
-        self._media: dict[str, int] = {}
 
     # What is asked.
 
@@ -123,8 +124,9 @@ class PrefixIndex:
             if media is None:
                 found = self._walk(keys)
             else:
-                mask = self._mask_of(media)
-                found = {replica: replica.num_whole(keys, mask) for replica in self._replicas.values()}
+                found = {
+                    replica: replica.num_whole(keys, replica.mask_of(media)) for replica in self._replicas.values()
+                }
             return {replica.name: num_blocks for replica, num_blocks in found.items() if num_blocks}
 
     def is_known(self, replica: str) -> bool:
@@ -150,9 +152,12 @@ class PrefixIndex:
         """
         with self._lock:
             known = self._replicas.get(replica)
-            mask = -1 if medium is None else self._mask_of([medium])
-            held = {} if known is None else known.held
-            groups = {key: {place % _MAX_GROUPS for place in _bits(places & mask)} for key, places in held.items()}
+            if known is None:
+                return {}
+            mask = -1 if medium is None else known.mask_of([medium])
+            groups = {
+                key: {place % _MAX_GROUPS for place in _bits(places & mask)} for key, places in known.held.items()
+            }
             return {key: found for key, found in groups.items() if found}
 
     # What is told.
@@ -160,13 +165,14 @@ class PrefixIndex:
     def apply(self, replica: str, batch: Batch) -> None:
         """Note what a batch of a replica tells. Batches come in their order, and none is left out.
 
-        A replica that nobody knows yet is known from now on, and held nothing before.
+        A replica that nobody has heard of may hold more than the batch tells: it is not known until it tells that it
+        holds nothing, as the first batch of Pagefold's publishers does, or until :meth:`begin`.
 
         Raises:
             TooManyPlacesError: it tells of what cannot be. What came before it in the batch is noted.
         """
         with self._lock:
-            known = self._replicas.get(replica) or self._add(replica, is_known=True)
+            known = self._replicas.get(replica) or self._add(replica)
             known.last_event_s = batch.ts
             for event in batch.events:
                 event.tell(known)
@@ -174,20 +180,20 @@ class PrefixIndex:
     def begin(self, replica: str) -> None:
         """A replica has begun: it holds nothing, and what it tells from now on is all."""
         with self._lock:
-            known = self._replicas.get(replica) or self._add(replica, is_known=True)
+            known = self._replicas.get(replica) or self._add(replica)
             known.cleared()
 
     def forget(self, replica: str) -> None:
         """Forget what a replica holds: batches were lost. It is not known until it has told that it holds nothing."""
         with self._lock:
-            known = self._replicas.get(replica) or self._add(replica, is_known=False)
+            known = self._replicas.get(replica) or self._add(replica)
             known.cleared()
             known.is_known = False
 
     def doubt(self, replica: str) -> None:
         """A replica does not answer: what it holds stays noted, and is not known."""
         with self._lock:
-            (self._replicas.get(replica) or self._add(replica, is_known=False)).is_doubted = True
+            (self._replicas.get(replica) or self._add(replica)).is_doubted = True
 
     def trust(self, replica: str) -> None:
         """A replica that was doubted answers, and is known if it was before."""
@@ -197,7 +203,7 @@ class PrefixIndex:
                 known.is_doubted = False
 
     def replica_gone(self, replica: str) -> None:
-        """A replica is no more: nothing of it is kept."""
+        """A replica is no more: nothing of it is kept. A batch that comes late adds its name again, not known."""
         with self._lock:
             known = self._replicas.pop(replica, None)
             if known is not None:
@@ -206,17 +212,12 @@ class PrefixIndex:
 
     # Inside.
 
-    def _add(self, name: str, *, is_known: bool) -> _Replica:
+    def _add(self, name: str) -> _Replica:
+        """Add a replica of which nothing is known."""
         number = next(number for number in range(len(self._by_number) + 1) if number not in self._by_number)
-        replica = _Replica(name, number, self._holders, self._media)
-        replica.is_known = is_known
+        replica = _Replica(name, number, self._holders)
         self._replicas[name] = self._by_number[number] = replica
         return replica
-
-    def _mask_of(self, media: Iterable[str]) -> int:
-        numbers = (self._media.get(medium) for medium in media)
-        ones = (1 << _MAX_GROUPS) - 1
-        return sum(ones << number * _MAX_GROUPS for number in set(numbers) if number is not None)
 
     def _walk(self, keys: list[int]) -> dict[_Replica, int]:
         """Return how far each replica has a path: all at once, one bit for each."""
@@ -250,7 +251,6 @@ class _Replica:
         name: of the replica.
         number: of its bit.
         holders: of the index.
-        media: their numbers, of all replicas.
 
     Attributes:
         held: each block's places, as bits: a medium and a cache group are one place.
@@ -260,7 +260,7 @@ class _Replica:
         last_event_s: as of :class:`ReplicaState`.
     """
 
-    def __init__(self, name: str, number: int, holders: dict[int, int], media: dict[str, int]) -> None:
+    def __init__(self, name: str, number: int, holders: dict[int, int]) -> None:
         self.name = name
         self.number = number
         self.bit = 1 << number
@@ -269,7 +269,7 @@ class _Replica:
         self.is_known = self.is_doubted = False
         self.last_event_s: float | None = None
         self._holders = holders
-        self._media = media
+        self._media = _known_media()
         self._groups: set[int] = set()
         self._whole = _Needs(())
 
@@ -313,6 +313,7 @@ class _Replica:
         self.held.clear()
         self.windows.clear()
         self._groups.clear()
+        self._media = _known_media()
         self._whole = _Needs(())
         self.is_known = True
 
@@ -322,6 +323,12 @@ class _Replica:
             self._check(group, _MAX_GROUPS, "cache groups")
             self.windows[group] = rule
             self._note_groups()
+
+    def mask_of(self, media: Iterable[str]) -> int:
+        """Return the places that are in any of ``media``, as bits."""
+        numbers = (self._media.get(medium) for medium in media)
+        ones = (1 << _MAX_GROUPS) - 1
+        return sum(ones << number * _MAX_GROUPS for number in set(numbers) if number is not None)
 
     def num_whole(self, keys: list[int], mask: int) -> int:
         """Return how many of a path's first blocks the replica could go on behind.
@@ -400,6 +407,11 @@ class _Needs:
             if not places & mask:
                 return False
         return bool(self._masks)
+
+
+def _known_media() -> dict[str, int]:
+    """Return the numbers of the media that there are."""
+    return {medium: number for number, medium in enumerate(_KNOWN_MEDIA)}
 
 
 def _key(block_hash: bytes | int) -> int:

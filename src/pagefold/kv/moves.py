@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pagefold.events import BlockRegained, Emit, HostTransfer
+from pagefold.events import BlocksRegained, Emit, HostTransfer
 from pagefold.kv.ops import CopyOp
 
 if TYPE_CHECKING:
@@ -158,8 +158,9 @@ class Moves:
     def host_done(self, ops: HostOps) -> None:
         """The step ran: what it loaded and stored is there."""
         if self.lacking:
-            for load in ops.loads:
-                self._give(load.block_id)
+            regained = [node for load in ops.loads if (node := self._give(load.block_id)) is not None]
+            if regained:
+                self._emit(BlocksRegained(tuple(regained)))
         self._unpin_host_ops(ops)
         self._host.done(ops)
         if ops.stores or ops.loads:
@@ -179,14 +180,18 @@ class Moves:
 
     # Inside.
 
-    def _give(self, block_id: BlockId) -> None:
-        """Give a loaded block to the node that lacks it, if that still does and some table still holds the block."""
+    def _give(self, block_id: BlockId) -> Node | None:
+        """Give a loaded block to the node that lacks it, if that still does and some table still holds the block.
+
+        Return the node; None if it was not given.
+        """
         node, block = self.lacking.pop(block_id, None), self._blocks.pool.blocks[block_id]
-        if node is not None and node.attached and node.blocks[block.group] is None and block.num_table_refs:
-            node.put(block.group, block)
-            block.node = node
-            self._blocks.update_evictable(node)
-            self._emit(BlockRegained(node, block.group))
+        if node is None or not node.attached or node.blocks[block.group] is not None or not block.num_table_refs:
+            return None
+        node.put(block.group, block)
+        block.node = node
+        self._blocks.update_evictable(node)
+        return node
 
     def _unpin_host_ops(self, ops: HostOps) -> None:
         self._blocks.unpin_io(load.block_id for load in ops.loads)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pagefold.events import BlockRegained, BlocksPublished, Emit
+from pagefold.events import BlocksPublished, BlocksRegained, Emit
 from pagefold.kv.sequence_cache import Promise
 from pagefold.kv.tree import TOKEN_BYTES
 
@@ -215,6 +215,17 @@ class Publishing:
 class PublishingByGroups(Publishing):
     """The same where there are several groups, or one that keeps the last tokens only."""
 
+    def __init__(self, blocks: BlockCache, block_size: int, emit: Emit) -> None:
+        super().__init__(blocks, block_size, emit)
+        self._regained: list[Node] = []  # of the path that is being joined
+
+    def _tell(self, cache: SequenceCache, nodes: list[Node]) -> None:
+        """Tell what nodes have regained, and then what lies behind them."""
+        if self._regained:
+            self._emit(BlocksRegained(tuple(self._regained)))
+            self._regained.clear()
+        super()._tell(cache, nodes)
+
     def _own(self, cache: SequenceCache, index: int) -> tuple[Block | None, ...] | None:
         """Return the blocks of every group at one place; see :class:`Publishing`.
 
@@ -243,7 +254,7 @@ class PublishingByGroups(Publishing):
             if theirs is None:
                 node.put(own.group, own)
                 own.node = node
-                self._emit(BlockRegained(node, own.group))
+                self._regained.append(node)
             else:
                 pool.acquire(theirs)
         self._blocks.update_evictable(node)

@@ -18,6 +18,10 @@ _COUNTERS = {
     "pagefold:kv_event_batches_dropped": ("num_dropped", "Batches that were not, since too many waited."),
     "pagefold:kv_event_batches_replayed": ("num_replayed", "Batches that were sent once more to who asked."),
     "pagefold:kv_events_told_anew": ("num_told_anew", "Times that all blocks were told of anew, after a loss."),
+    "pagefold:kv_events_told_anew_put_off": (
+        "num_put_off",
+        "Askings for that which waited, since it had just been done.",
+    ),
 }
 """Counter to (field of ``SentCounts``, help)."""
 

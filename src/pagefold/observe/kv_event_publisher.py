@@ -3,13 +3,14 @@
 A batch is three frames: topic, number (8 bytes, big-endian), payload. The last batches are kept, and sent once more to
 who asks for them at the replay endpoint. Who asks for what is kept no more is helped by a batch that says that nothing
 is found, and then what is: it goes to all subscribers. So it does when batches had to be dropped, whose numbers are
-missing.
+missing. It does so once in some seconds at most: whoever asks meanwhile is helped by the next one.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -39,6 +40,8 @@ _TURN_S = 0.05
 _PATIENCE_S = 5.0
 """How long closing waits for what is still to be sent."""
 _LINGER_MS = 1000
+_ANEW_EVERY_S = 5.0
+"""All is told anew no more often: it stops the engine's thread for a moment, and whoever reaches the port can ask."""
 
 
 class SentCounts(NamedTuple):
@@ -49,12 +52,14 @@ class SentCounts(NamedTuple):
         num_dropped: that were not, since too many waited; their numbers are missing.
         num_replayed: that were sent once more to who asked.
         num_told_anew: times that all blocks were told of anew.
+        num_put_off: askings for that which had to wait, since it had just been done.
     """
 
     num_sent: int
     num_dropped: int
     num_replayed: int
     num_told_anew: int
+    num_put_off: int
 
 
 class KVEventPublisher:
@@ -66,6 +71,7 @@ class KVEventPublisher:
         uses_int_hashes: whether hashes are told by their last 64 bits.
 
     Attributes:
+        config: as above.
         endpoint: where events go; a port that was left open is filled in.
         replay_endpoint: where old ones can be asked for; empty for nowhere.
 
@@ -74,13 +80,14 @@ class KVEventPublisher:
     """
 
     def __init__(self, config: KVEventsConfig, *, seed: str, uses_int_hashes: bool) -> None:
+        self.config = config
         self._topic = config.topic.encode()
         self._seed, self._uses_int_hashes = seed, uses_int_hashes
         self._context: zmq.Context[Any] = zmq.Context()
         self._replay: zmq.Socket[bytes] | None = None
         self.replay_endpoint = ""
         try:
-            self._events = self._open(zmq.PUB, config.endpoint, config.hwm, is_bound=_is_bound(config.endpoint))
+            self._events = self._open(zmq.PUB, config.endpoint, config.hwm, is_bound=config.listens)
             self.endpoint = self._events.getsockopt_string(zmq.LAST_ENDPOINT)
             if config.replay_endpoint is not None:
                 self._replay = self._open(zmq.ROUTER, config.replay_endpoint, config.hwm, is_bound=True)
@@ -90,9 +97,11 @@ class KVEventPublisher:
             raise
         self._noted = KVEvents(config.max_queue_size)
         self._kept: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_steps)
-        self._num_sent = self._num_replayed = self._num_told_anew = self._num_failed = 0
+        self._num_sent = self._num_replayed = self._num_told_anew = self._num_put_off = self._num_failed = 0
         self._has_given_up = False
         self._num_healed = 0  # dropped batches of which the loss is made good
+        self._is_anew_wanted = False
+        self._anew_from_s = float("-inf")  # all may be told anew from then on
         self._maker: BatchMaker | None = None
         self._is_closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="pagefold-kv-events", daemon=True)
@@ -114,7 +123,7 @@ class KVEventPublisher:
     @property
     def counts(self) -> SentCounts:
         """What has become of batches."""
-        return SentCounts(self._num_sent, self._num_dropped, self._num_replayed, self._num_told_anew)
+        return SentCounts(self._num_sent, self._num_dropped, self._num_replayed, self._num_told_anew, self._num_put_off)
 
     def close(self) -> None:
         """Send what is noted, for a short while at most, and end."""
@@ -140,6 +149,7 @@ class KVEventPublisher:
         except Exception:  # noqa: BLE001 - whatever it is, requests are served
             _log.exception("KV events have failed: none are sent any more")
         finally:
+            self._noted.end()  # else batches would be kept that nobody takes
             self._context.destroy(linger=_LINGER_MS)
 
     def _send_next(self, timeout_s: float) -> None:
@@ -159,8 +169,8 @@ class KVEventPublisher:
                 self._kept.append((noted.number, payload))
                 self._events.send_multipart((self._topic, _number(noted.number), payload))
                 self._num_sent += 1
-        if self._num_dropped > self._num_healed and not self._noted.num_waiting:  # there is room again
-            self._num_healed = self._num_dropped
+        has_room = not self._noted.num_waiting
+        if self._is_anew_wanted or (self._num_dropped > self._num_healed and has_room):
             self._tell_anew()
 
     @property
@@ -181,9 +191,17 @@ class KVEventPublisher:
                 self._num_replayed += 1
         replay.send_multipart((client, b"", b"", _END, b""))
         if self._kept and first < self._kept[0][0]:
-            self._tell_anew()
+            self._is_anew_wanted = True
+            self._num_put_off += time.monotonic() < self._anew_from_s
 
     def _tell_anew(self) -> None:
+        """Tell all anew, or leave that to a later turn if it has just been done."""
+        now_s = time.monotonic()
+        if now_s < self._anew_from_s:
+            return
+        self._anew_from_s = now_s + _ANEW_EVERY_S
+        self._is_anew_wanted = False
+        self._num_healed = self._num_dropped
         self._num_told_anew += 1
         self._noted.tell_all()
 
@@ -200,11 +218,6 @@ class KVEventPublisher:
             msg = f"KV events cannot {what} {endpoint}: {error.strerror}."
             raise ConfigError(msg, remedy="Choose another endpoint in --kv-events-config.") from error
         return socket
-
-
-def _is_bound(endpoint: str) -> bool:
-    """Whether an endpoint is listened on, by vLLM's rule."""
-    return "*" in endpoint or "::" in endpoint or endpoint.startswith("ipc://")
 
 
 def _number(number: int) -> bytes:

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pagefold.events import (
     BlockEvicted,
-    BlockRegained,
     BlocksPublished,
+    BlocksRegained,
     CacheReset,
     PathForgotten,
     PathsDistrusted,
@@ -107,8 +107,8 @@ class KVEvents(Subscriber):
     ) -> None:
         on: dict[type, Callable[[Any], None]] = {
             BlockEvicted: self._on_node,
-            BlockRegained: self._on_node,
-            BlocksPublished: self._on_blocks_published,
+            BlocksPublished: self._on_nodes,
+            BlocksRegained: self._on_nodes,
             CacheReset: self._on_cache_reset,
             PathForgotten: self._on_node,
             PathsDistrusted: self._on_paths_distrusted,
@@ -162,13 +162,22 @@ class KVEvents(Subscriber):
             self._changes = [CLEARED]
             self._hand_over()
 
+    def end(self) -> None:
+        """Note nothing any more, and keep nothing: nobody takes batches from now on."""
+        with self._lock:
+            self.has_failed = True
+            self._places.clear()
+            self._changes.clear()
+            while self.num_waiting:
+                self._batches.get_nowait()
+
     # Inside.
 
-    def _on_blocks_published(self, event: BlocksPublished) -> None:
+    def _on_nodes(self, event: BlocksPublished | BlocksRegained) -> None:
         for node in event.nodes:
             self._note(node)
 
-    def _on_node(self, event: BlockEvicted | BlockRegained | PathForgotten) -> None:
+    def _on_node(self, event: BlockEvicted | PathForgotten) -> None:
         if event.node is not None:
             self._note(event.node)
 

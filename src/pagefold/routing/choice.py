@@ -6,9 +6,10 @@ from typing import Literal, NamedTuple, TypeAlias
 
 __all__ = ["Candidate", "Choice", "ChoiceReason"]
 
-ChoiceReason: TypeAlias = Literal["prefix", "load", "nothing_held", "unknown", "policy"]
+ChoiceReason: TypeAlias = Literal["prefix", "load", "nothing_held", "unknown", "unread", "policy"]
 """Why a request went where it went: that replica holds most of its prompt; another held more and had too much to do;
-nobody holds any of it; of no replica is known what it holds; or the policy does not look at what replicas hold."""
+nobody holds any of it; of no replica is known what it holds; nobody could say what its prompt is; or the policy does
+not look at what replicas hold."""
 
 
 class Candidate(NamedTuple):

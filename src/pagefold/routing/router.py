@@ -5,6 +5,7 @@ The life of a request::
     choice = router.route(request_id, prompt, now)     chosen, and booked there
     router.started(request_id)                         its first token has come: its prompt is computed
     router.ended(request_id, now)                      it has ended, or its replica is not waited for any more
+    router.failed(request_id)                          instead: nothing of it was computed
 """
 
 from __future__ import annotations
@@ -44,10 +45,12 @@ class Prompt(NamedTuple):
         block_hashes: names of its whole blocks, each of all that is before it as well, as holdings know them. They
             differ between those that must not share: tenants, salts, adapters.
         num_tokens: its length.
+        is_read: whether it is known what it is: else its length is an estimate, and it has no hashes.
     """
 
     block_hashes: Sequence[bytes]
     num_tokens: int
+    is_read: bool = True
 
 
 @dataclass(slots=True)
@@ -104,6 +107,11 @@ class Router:
         self._replica_of: dict[str, str] = {}
         self.num_choices: dict[str, int] = {}
 
+    @property
+    def sees_prefixes(self) -> bool:
+        """Whether it matters what prompts are."""
+        return self._policy.sees_prefixes
+
     # Replicas.
 
     def add(self, replica: str) -> None:
@@ -131,6 +139,11 @@ class Router:
         """Names of those that get requests."""
         return [name for name, load in self._loads.items() if load.is_open]
 
+    def least_loaded(self, *, without: frozenset[str] = frozenset()) -> str | None:
+        """Return the open replica with the fewest requests; None where there is none. Nothing is booked."""
+        names = [name for name in self.open_replicas if name not in without]
+        return min(names, key=self.num_requests, default=None)
+
     def num_requests(self, replica: str) -> int:
         """Return how many requests a replica has now."""
         load = self._loads[replica]
@@ -138,14 +151,23 @@ class Router:
 
     # Requests.
 
-    def route(self, request_id: str, prompt: Prompt, now: float, *, without: frozenset[str] = frozenset()) -> Choice:
+    def route(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        now: float,
+        *,
+        without: frozenset[str] = frozenset(),
+        is_again: bool = False,
+    ) -> Choice:
         """Choose a replica for a request, and book it there.
 
         Args:
             request_id: its name; of no other request that is under way.
             prompt: what it begins with.
             now: seconds, on any clock that does not go back.
-            without: replicas that are not chosen: where it was tried already.
+            without: replicas that are not chosen.
+            is_again: whether it was tried already: then it is counted already.
 
         Raises:
             LookupError: no replica is open.
@@ -156,11 +178,12 @@ class Router:
         if not names:
             msg = "no replica is open"
             raise LookupError(msg)
-        held = self._held(names, prompt) if self._policy.sees_prefixes else {}
+        held = self._held(names, prompt) if self._policy.sees_prefixes and prompt.is_read else {}
         candidates = [self._candidate(name, held) for name in names]
         chosen = self._policy.choose(candidates, prompt.num_tokens)
-        reason = self._reason(chosen, held, names)
-        self.num_choices[reason] = self.num_choices.get(reason, 0) + 1
+        reason = self._reason(chosen, held, names) if prompt.is_read else "unread"
+        if not is_again:
+            self.num_choices[reason] = self.num_choices.get(reason, 0) + 1
         self._book(request_id, chosen, prompt)
         return Choice(chosen.replica, reason, chosen.num_held_tokens)
 
@@ -181,6 +204,19 @@ class Router:
         load.running.discard(request_id)
         self._place(load, num_output_tokens)
         self._expected.ended(request_id, now)
+
+    def failed(self, request_id: str) -> None:
+        """A request has come to nothing: none of it was computed. Of one that is not known it does nothing."""
+        replica = self._replica_of.pop(request_id, None)
+        if replica is None:
+            return
+        load = self._loads[replica]
+        num_pending = load.pending.pop(request_id, 0)
+        load.num_pending_tokens -= num_pending
+        load.num_placed_tokens = max(0.0, self._placed(load) - num_pending)
+        load.turned = self._turned
+        load.running.discard(request_id)
+        self._expected.forget(request_id)
 
     # Inside.
 

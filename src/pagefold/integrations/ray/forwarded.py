@@ -35,7 +35,7 @@ class Forwarded:
     Attributes:
         method: of HTTP.
         target: its path and query.
-        headers: names in lower case; those that speak of the connection are left out.
+        headers: names in lower case, each byte a character; those that speak of the connection are left out.
         body: all of it.
     """
 

@@ -10,6 +10,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import AsyncGenerator
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from pagefold.integrations.ray.forwarded import Forwarded, Head, ReplicaLostError
@@ -18,7 +19,7 @@ from pagefold.routing import Prompt
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
-    from pagefold.routing import Router
+    from pagefold.routing import Choice, Router
 
 __all__ = ["Answer", "Front", "PromptSource", "Send", "no_replica", "refusal"]
 
@@ -27,11 +28,16 @@ _log = logging.getLogger(__name__)
 _GENERATE = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"})
 """What computes a prompt: it is routed by that. All else goes to whoever has least to do."""
 
-_TO_ALL = frozenset({"/reset_prefix_cache"})
+_TO_ALL = frozenset({"/reset_prefix_cache", "/v1/cache/warm"})
 """What each replica must do."""
 
-_OK, _UNAVAILABLE = 200, 503
-_NOTHING = Prompt((), 1)
+_OF_ONE_SERVER = ("/v1/responses/", "/v1/explain/", "/v1/sessions/")
+"""What one server remembers of a request, and nobody can say which."""
+
+_OK, _NOT_OK, _UNAVAILABLE = 200, 400, 503
+_BYTES_PER_TOKEN = 4
+_LOST_S = 10.0
+"""So long a replica that was lost is the last to be tried; Ray sees within some seconds whether it has gone."""
 
 
 class Send(Protocol):
@@ -76,7 +82,6 @@ class Front:
     Attributes:
         num_retried: requests that were tried again since their replica had gone or took none, with nothing sent.
         num_broken: answers that ended with an error in the middle, since their replica had gone.
-        num_unread: requests whose prompt could not be said, and that were routed by load.
     """
 
     def __init__(self, router: Router, send: Send, prompts: PromptSource, clock: Callable[[], float]) -> None:
@@ -87,45 +92,24 @@ class Front:
         self._numbers: Counter[str] = Counter()
         self.num_retried = 0
         self.num_broken = 0
-        self.num_unread = 0
+        self._lost_at_s: dict[str, float] = {}
 
     async def answer(self, asked: Forwarded) -> Answer:
         """Return a replica's answer, or an error in OpenAI's form if none can be had."""
         if asked.path in _TO_ALL:
             return await self._ask_all(asked)
-        prompt = await self._prompt(asked)
-        tried: set[str] = set()
-        refused: Answer | None = None
-        while True:
-            request_id = self._next_id()
-            try:
-                choice = self._router.route(request_id, prompt, self._clock(), without=frozenset(tried))
-            except LookupError:
-                return refused or no_replica()
-            tried.add(choice.replica)
-            stream = self._send(choice.replica, asked)
-            try:
-                head = await anext(stream)
-                assert isinstance(head, Head)
-                if head.status == _UNAVAILABLE:  # it starts, drains or has failed: perhaps another one does not
-                    refused = Answer(head, _of([await _joined(stream)]))
-                elif head.is_stream:
-                    return Answer(head, _Relay(self, request_id, stream))
-                else:
-                    return Answer(head, _of([await self._whole(request_id, stream)]))
-            except ReplicaLostError:
-                _log.warning("%s has gone before it answered %s", choice.replica, asked.path)
-                self._router.ended(request_id, self._clock())
-            except BaseException:
-                self._router.ended(request_id, self._clock())
-                raise
-            else:
-                self._router.ended(request_id, self._clock())
-            self.num_retried += 1
+        if asked.path.startswith(_OF_ONE_SERVER):
+            message = (
+                f"{asked.path} asks for what one server remembers, and there are several. Send all that is to be read."
+            )
+            return refusal(404, message, "invalid_request_error", "not_found")
+        if asked.path not in _GENERATE:
+            return await self._ask_any(asked)
+        return await self._generate(asked, await self._prompt(asked))
 
     async def may_see_traffic(self, headers: tuple[tuple[str, str], ...]) -> Answer | None:
         """Ask a replica whether headers bring a key to what all tenants do; return its refusal, None if they do."""
-        answer = await self.answer(Forwarded("GET", "/load", headers))
+        answer = await self._ask_any(Forwarded("GET", "/load", headers))
         if answer.head.status == _OK:
             await answer.body.aclose()
             return None
@@ -155,25 +139,94 @@ class Front:
         self._numbers["requests"] += 1
         return f"request-{self._numbers['requests']}"
 
-    async def _prompt(self, asked: Forwarded) -> Prompt:
-        if asked.path not in _GENERATE:
-            return _NOTHING
-        prompt = None
-        least = min(self._router.open_replicas, key=self._router.num_requests, default=None)
-        if least is not None:
+    async def _generate(self, asked: Forwarded, prompt: Prompt) -> Answer:
+        """Have a replica compute an answer, another one if that has gone or takes none."""
+        tried: frozenset[str] = frozenset()
+        refused: Answer | None = None
+        while True:
+            request_id = self._next_id()
             try:
-                prompt = await self._prompts.read(asked, least)
+                choice = self._route(request_id, prompt, tried)
+            except LookupError:
+                return refused or no_replica()
+            self.num_retried += bool(tried)
+            tried |= {choice.replica}
+            stream = self._send(choice.replica, asked)
+            try:
+                head = await anext(stream)
+                assert isinstance(head, Head)
+                if head.status < _NOT_OK and head.is_stream:
+                    return Answer(head, _Relay(self, request_id, stream))
+                body = await _joined(stream)
             except ReplicaLostError:
-                _log.warning("%s has gone before it said what the tokens of a prompt are", least)
-        if prompt is None:
-            self.num_unread += 1
-        return prompt or _NOTHING
+                _log.warning("%s has gone before it answered %s", choice.replica, asked.path)
+                self._lost_at_s[choice.replica] = self._clock()
+                self._router.failed(request_id)
+                continue
+            except BaseException:
+                self._router.ended(request_id, self._clock())
+                raise
+            if head.status < _NOT_OK:
+                self._router.ended(request_id, self._clock(), _num_output_tokens(body))
+                return Answer(head, _of([body]))
+            self._router.failed(request_id)  # nothing was computed
+            refused = Answer(head, _of([body]))
+            if head.status != _UNAVAILABLE:  # who starts, drains or has failed says so: perhaps another one does not
+                return refused
 
-    async def _whole(self, request_id: str, stream: AsyncIterator[Head | bytes]) -> bytes:
-        """Return a body that is sent when it is complete, so that who loses it can be asked again."""
-        body = await _joined(stream)
-        self._router.ended(request_id, self._clock(), _num_output_tokens(body))
-        return body
+    def _route(self, request_id: str, prompt: Prompt, tried: frozenset[str]) -> Choice:
+        """Choose a replica where a request was not tried; one that was lost just now only if there is no other.
+
+        Raises:
+            LookupError: there is none.
+        """
+        now, is_again = self._clock(), bool(tried)
+        with suppress(LookupError):
+            return self._router.route(request_id, prompt, now, without=tried | self._lost(), is_again=is_again)
+        return self._router.route(request_id, prompt, now, without=tried, is_again=is_again)
+
+    def _least_loaded(self, tried: frozenset[str]) -> str | None:
+        """Return the replica with the fewest requests that was not tried; those that were lost just now come last."""
+        least = self._router.least_loaded(without=tried | self._lost())
+        return least or self._router.least_loaded(without=tried)
+
+    def _lost(self) -> frozenset[str]:
+        """Return the replicas that were lost just now."""
+        now = self._clock()
+        self._lost_at_s = {name: at_s for name, at_s in self._lost_at_s.items() if now - at_s < _LOST_S}
+        return frozenset(self._lost_at_s)
+
+    async def _prompt(self, asked: Forwarded) -> Prompt:
+        """Return what a request begins with; where nobody can say, how long it may be."""
+        if self._router.sees_prefixes:
+            tried: frozenset[str] = frozenset()
+            while (least := self._least_loaded(tried)) is not None:
+                tried |= {least}
+                try:
+                    prompt = await self._prompts.read(asked, least)
+                except ReplicaLostError:
+                    _log.warning("%s has gone before it said what the tokens of a prompt are", least)
+                    self._lost_at_s[least] = self._clock()
+                    continue
+                if prompt is not None:
+                    return prompt
+                break
+        return Prompt((), max(1, len(asked.body) // _BYTES_PER_TOKEN), is_read=False)
+
+    async def _ask_any(self, asked: Forwarded) -> Answer:
+        """Ask the replica with the fewest requests what each knows alike."""
+        tried: frozenset[str] = frozenset()
+        while (least := self._least_loaded(tried)) is not None:
+            tried |= {least}
+            stream = self._send(least, asked)
+            try:
+                head = await anext(stream)
+                assert isinstance(head, Head)
+                return Answer(head, _of([await _joined(stream)]))
+            except ReplicaLostError:
+                _log.warning("%s has gone before it answered %s", least, asked.path)
+                self._lost_at_s[least] = self._clock()
+        return no_replica()
 
     async def _ask_all(self, asked: Forwarded) -> Answer:
         """Ask each replica; return the worst answer."""

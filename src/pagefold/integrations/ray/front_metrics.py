@@ -1,4 +1,4 @@
-"""FrontMetrics: what the front of many servers tells of itself, as Prometheus reads it."""
+"""The metrics of a front of many servers, as Prometheus reads them."""
 
 from __future__ import annotations
 
@@ -8,59 +8,58 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from prometheus_client.core import Metric
 
     from pagefold.index import PrefixIndex
+    from pagefold.index.order import EventCounts
     from pagefold.integrations.ray.front import Front
     from pagefold.routing import Router
 
-__all__ = ["FrontMetrics"]
+__all__ = ["front_metrics"]
 
 
-class FrontMetrics:
-    """Collects what router, front and index count.
+def front_metrics(router: Router, front: Front, index: PrefixIndex, heard: Sequence[EventCounts]) -> bytes:
+    """Return all metrics.
 
     Args:
-        index: of what replicas hold.
+        router: counts its choices.
+        front: counts what was lost.
+        index: knows which replicas are known.
+        heard: what has come of each replica's events.
     """
+    registry = CollectorRegistry()
+    registry.register(_Now(list(_families(router, front, index, heard))))
+    return generate_latest(registry)
 
-    def __init__(self, index: PrefixIndex) -> None:
-        self._index = index
 
-    def text(self, router: Router | None, front: Front | None) -> bytes:
-        """Return all metrics; of who has met no replica yet only how many there are."""
-        registry = CollectorRegistry()
-        registry.register(_Now(list(self._families(router, front))))
-        return generate_latest(registry)
+def _families(router: Router, front: Front, index: PrefixIndex, heard: Sequence[EventCounts]) -> Iterator[Metric]:
+    replicas = router.open_replicas
+    yield GaugeMetricFamily("pagefold:router_replicas", "Replicas that get requests.", len(replicas))
+    yield GaugeMetricFamily(
+        "pagefold:router_unknown_replicas",
+        "Of those, whose events do not come: what they hold is not known.",
+        sum(not index.is_known(name) for name in replicas),
+    )
+    yield _counter("requests", "Requests routed, by reason.", "reason", router.num_choices)
+    batches = {
+        "sent": sum(each.num_applied - each.num_replayed for each in heard),
+        "replayed": sum(each.num_replayed for each in heard),
+    }
+    told = "Batches of KV events of the replicas that are there, as they were sent or when they were asked for."
+    yield _counter("event_batches", told, "how", batches)
+    told = "Requests that were tried again, their replica having gone with nothing sent."
+    yield CounterMetricFamily("pagefold:router_retried_requests", told, front.num_retried)
+    told = "Answers that ended with an error, their replica having gone in the middle."
+    yield CounterMetricFamily("pagefold:router_broken_requests", told, front.num_broken)
 
-    def _families(self, router: Router | None, front: Front | None) -> Iterator[Metric]:
-        open_replicas = router.open_replicas if router is not None else []
-        states = self._index.replicas()
-        unknown = [name for name in open_replicas if name not in states or not states[name].is_known]
-        yield GaugeMetricFamily("pagefold:router_replicas", "Replicas that get requests.", len(open_replicas))
-        yield GaugeMetricFamily(
-            "pagefold:router_unknown_replicas",
-            "Of those, whose events do not come: what they hold is not known.",
-            len(unknown),
-        )
-        if router is None or front is None:
-            return
-        requests = CounterMetricFamily("pagefold:router_requests", "Requests routed, by reason.", labels=["reason"])
-        for reason, num in sorted(router.num_choices.items()):
-            requests.add_metric([reason], num)
-        yield requests
-        for name, told, num in (
-            (
-                "retried",
-                "Requests that were tried again, their replica having gone with nothing sent.",
-                front.num_retried,
-            ),
-            ("broken", "Answers that ended with an error, their replica having gone in the middle.", front.num_broken),
-            ("unread", "Requests whose prompt could not be read, routed by load.", front.num_unread),
-        ):
-            yield CounterMetricFamily(f"pagefold:router_{name}_requests", told, num)
+
+def _counter(name: str, told: str, label: str, nums: dict[str, int]) -> Metric:
+    family = CounterMetricFamily(f"pagefold:router_{name}", told, labels=[label])
+    for value, num in sorted(nums.items()):
+        family.add_metric([value], num)
+    return family
 
 
 class _Now:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from typing import TYPE_CHECKING, Any
@@ -14,14 +13,16 @@ from ray.serve.exceptions import RayServeException
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from pagefold.config import environment_hash_seed
+from pagefold.errors import PagefoldError
 from pagefold.index import DEFAULT_SEED, PrefixIndex
 from pagefold.index.subscriber import KVEventSubscriber
 from pagefold.integrations.ray.accounts import tenants_of
 from pagefold.integrations.ray.forwarded import Forwarded, ReplicaLostError, passed_on
 from pagefold.integrations.ray.front import Front, no_replica, refusal
-from pagefold.integrations.ray.front_metrics import FrontMetrics
+from pagefold.integrations.ray.front_metrics import front_metrics
 from pagefold.integrations.ray.prompts import TokenizedPrompts
 from pagefold.integrations.ray.replica_watch import watch_replicas
+from pagefold.integrations.ray.roster import Roster
 from pagefold.routing import ROUTING_POLICIES, Router
 
 if TYPE_CHECKING:
@@ -42,16 +43,10 @@ _log = logging.getLogger("ray.serve")
 _ALIVE = frozenset({"/health", "/ping"})
 _OWN = frozenset({"/metrics", "/replicas"})
 """What the front itself tells, to those who may see what all tenants do."""
-_TURN_S = 1.0
-"""How long the front waits before it looks again for replicas that have not said who they are, or not finished."""
-
-_FIRST_S = 600.0
-"""How long a request waits for the first replica to load its model, in seconds."""
-
-
-def _tell_failure(following: asyncio.Task[None]) -> None:
-    if not following.cancelled() and following.exception() is not None:
-        _log.error("the front has lost track of its replicas", exc_info=following.exception())
+_MOST_BODIES = 64
+"""So many bodies of the largest size may be on their way at once."""
+_BODY_S = 300.0
+"""How long a body may take to come, in seconds."""
 
 
 class _TooLargeError(Exception):
@@ -86,74 +81,94 @@ class PagefoldIngress:
         self._replicas = replicas
         self._settings = settings
         self._index = PrefixIndex()
-        self._subscribers: dict[str, KVEventSubscriber] = {}
         self._tenant_of = tenants_of(settings.api_key_file)
         self._router: Router | None = None
         self._front: Front | None = None
         self._loop = asyncio.get_running_loop()
+        self._roster: Roster | None = None
         self._wanted: frozenset[str] = frozenset()
-        self._has_changed = asyncio.Event()
-        self._is_open = asyncio.Event()
-        self._metrics = FrontMetrics(self._index)
+        self._num_body_bytes = 0
         watch_replicas(self._note_soon)
         self._following = self._loop.create_task(self._follow())
-        self._following.add_done_callback(_tell_failure)
 
     async def __call__(self, request: Request) -> Response:
         """Answer a client."""
         path = request.url.path
         if path in _ALIVE:
             return JSONResponse({"status": "ok"})
+        front, router = self._front, self._router
+        if front is None or router is None or not router.open_replicas:
+            return _Relayed(no_replica())
+        headers = passed_on(request.headers.items())
+        if path in _OWN:
+            refused = await front.may_see_traffic(headers)
+            return self._own(path, front, router) if refused is None else _Relayed(refused)
+        return _Relayed(await self._relay(front, request, headers))
+
+    async def _relay(self, front: Front, request: Request, headers: tuple[tuple[str, str], ...]) -> Answer:
+        """Return what replicas answer to a request, if it can be read."""
+        if self._num_body_bytes >= _MOST_BODIES * self._settings.max_body_bytes:
+            return refusal(429, "Too many bodies are on their way. Try again.", "rate_limit_error", "queue_full")
         try:
             body = await self._body_of(request)
-            async with asyncio.timeout(_FIRST_S):
-                await self._is_open.wait()
-        except TimeoutError:
-            return _Relayed(no_replica())
         except _TooLargeError:
             most = self._settings.max_body_bytes
             message = f"The request's body is larger than {most:,} bytes. Send less, or raise --max-body-bytes."
-            return _Relayed(refusal(413, message, "invalid_request_error", "request_too_large"))
-        assert self._front is not None
-        headers = passed_on(request.headers.items())
-        if path in _OWN:
-            refused = await self._front.may_see_traffic(headers)
-            return self._own(path) if refused is None else _Relayed(refused)
-        target = path + (f"?{request.url.query}" if request.url.query else "")
-        return _Relayed(await self._front.answer(Forwarded(request.method, target, headers, body)))
+            return refusal(413, message, "invalid_request_error", "request_too_large")
+        except TimeoutError:
+            message = f"The request's body did not come within {_BODY_S:g} s."
+            return refusal(408, message, "timeout_error", "body_timeout")
+        target = request.url.path + (f"?{request.url.query}" if request.url.query else "")
+        return await front.answer(Forwarded(request.method, target, headers, body))
 
-    def _own(self, path: str) -> Response:
+    def check_health(self) -> None:
+        """Raise if it does not follow its replicas any more: Ray puts another front in this one's place.
+
+        Raises:
+            PagefoldError: so it is.
+        """
+        if self._following.done():
+            msg = "The front has lost track of its replicas."
+            raise PagefoldError(msg, remedy="Ray starts another one.")
+
+    def _own(self, path: str, front: Front, router: Router) -> Response:
         """Return what the front tells of itself."""
         if path == "/replicas":
-            return JSONResponse({"status": "ok", "replicas": self._told()})
-        return Response(self._metrics.text(self._router, self._front), media_type=CONTENT_TYPE_LATEST)
+            return JSONResponse({"status": "ok", "replicas": self._told(router)})
+        heard = [] if self._roster is None else [each.counts for each in self._roster.heard]
+        return Response(front_metrics(router, front, self._index, heard), media_type=CONTENT_TYPE_LATEST)
 
     async def _body_of(self, request: Request) -> bytes:
         """Return a request's body, as long as it may be.
 
         Raises:
             _TooLargeError: it is longer.
+            TimeoutError: it does not come.
         """
         body = bytearray()
-        async for piece in request.stream():
-            body += piece
-            if len(body) > self._settings.max_body_bytes:
-                raise _TooLargeError
+        try:
+            async with asyncio.timeout(_BODY_S):
+                async for piece in request.stream():
+                    self._num_body_bytes += len(piece)
+                    body += piece
+                    if len(body) > self._settings.max_body_bytes:
+                        raise _TooLargeError
+        finally:
+            self._num_body_bytes -= len(body)
         return bytes(body)
 
     # Who there is.
 
-    def _told(self) -> list[dict[str, Any]]:
+    def _told(self, router: Router) -> list[dict[str, Any]]:
         states = self._index.replicas()
-        open_replicas = self._router.open_replicas if self._router is not None else []
         return [
             {
                 "replica": name,
                 "is_known": name in states and states[name].is_known,
                 "num_blocks": states[name].num_blocks if name in states else 0,
-                "num_requests": self._router.num_requests(name) if self._router is not None else 0,
+                "num_requests": router.num_requests(name),
             }
-            for name in open_replicas
+            for name in router.open_replicas
         ]
 
     def _note_soon(self, names: frozenset[str]) -> None:
@@ -162,61 +177,42 @@ class PagefoldIngress:
 
     def _note(self, names: frozenset[str]) -> None:
         self._wanted = names
-        self._has_changed.set()
+        if self._roster is not None:
+            self._roster.want(names)
 
     async def _follow(self) -> None:
-        """Let the router know who comes and goes."""
-        first: ReplicaAddress = await self._replicas.tell.remote()  # which makes Ray tell who there is
-        self._open(first)
-        assert self._router is not None
-        ending: set[str] = set()
-        while True:
-            known = set(self._router.open_replicas)
-            for name in known - self._wanted:
-                self._router.drain(name)  # it finishes what it has, and gets nothing more
-                self._forget(name)
-                ending.add(name)
-            for name in self._wanted - known:
-                await self._meet(name)
-            for name in [name for name in ending if not self._router.num_requests(name)]:
-                self._router.remove(name)
-                ending.discard(name)
-            is_all = not ending and self._wanted <= set(self._router.open_replicas)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(None if is_all else _TURN_S):
-                    await self._has_changed.wait()
-            self._has_changed.clear()
-
-    def _open(self, first: ReplicaAddress) -> None:
+        """Let the router know who comes and goes, as soon as there is anybody."""
+        first: ReplicaAddress | None = None
+        while first is None:
+            try:
+                first = await self._replicas.tell.remote()  # which makes Ray tell who there is
+            except (ray.exceptions.RayError, RayServeException) as error:
+                _log.warning("no replica has said yet who it is: %s", error)
+                await asyncio.sleep(1.0)
         policy = ROUTING_POLICIES[self._settings.routing]()
         self._router = Router(policy, self._index, block_size=first.block_size, cache_tokens=first.cache_tokens)
-        seed = environment_hash_seed() or DEFAULT_SEED
-        prompts = TokenizedPrompts(self._send, first.block_size, self._tenant_of, seed)
+        prompts = TokenizedPrompts(
+            self._send,
+            block_size=first.block_size,
+            most_tokens=first.cache_tokens,
+            tenant_of=self._tenant_of,
+            seed=environment_hash_seed() or DEFAULT_SEED,
+        )
         self._front = Front(self._router, self._send, prompts, time.monotonic)
+        self._roster = Roster(self._router, self._index, self._ask, self._hear)
+        self._roster.want(self._wanted)
+        await self._roster.follow()
 
-    async def _meet(self, name: str) -> None:
-        """Hear a new replica's events, and give it requests from now on."""
-        assert self._router is not None
+    async def _ask(self, replica: str) -> ReplicaAddress:
+        """Ask a replica who it is; see :class:`Roster`."""
         try:
-            address = await self._replicas.tell.remote(replica=name)
-        except (ray.exceptions.RayError, RayServeException):
-            _log.warning("%s is gone before it said where it is", name)
-            return
-        if address.replica != name:  # it has gone, and another one answered
-            return
-        self._subscribers[name] = KVEventSubscriber(self._index, name, address.events, replay_endpoint=address.replay)
-        self._router.add(name)
-        self._is_open.set()
+            address: ReplicaAddress = await self._replicas.tell.remote(replica=replica)
+        except (ray.exceptions.RayError, RayServeException) as error:
+            raise LookupError(str(error)) from None
+        return address
 
-    def _forget(self, name: str) -> None:
-        subscriber = self._subscribers.pop(name, None)
-        if subscriber is not None:
-            self._loop.run_in_executor(None, subscriber.close).add_done_callback(
-                lambda _: self._index.replica_gone(name)
-            )
-        assert self._router is not None
-        if not self._router.open_replicas:
-            self._is_open.clear()
+    def _hear(self, address: ReplicaAddress) -> KVEventSubscriber:
+        return KVEventSubscriber(self._index, address.replica, address.events, replay_endpoint=address.replay)
 
     async def _send(self, replica: str, asked: Forwarded) -> AsyncGenerator[Head | bytes]:
         """Send a request to a replica through Ray, which counts it there; see :class:`Send`."""

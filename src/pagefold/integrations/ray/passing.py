@@ -27,11 +27,13 @@ async def pass_on(http: httpx.AsyncClient, replica: str, asked: Forwarded) -> As
     Raises:
         ReplicaLostError: the server does not answer, or not to the end.
     """
-    request = http.build_request(asked.method, asked.target, headers=list(asked.headers), content=asked.body or None)
+    headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in asked.headers]
+    request = http.build_request(asked.method, asked.target, headers=headers, content=asked.body or None)
     try:
         answer = await http.send(request, stream=True)
         try:
-            yield Head(replica, answer.status_code, passed_on(answer.headers.items()))
+            told = ((name.decode("latin-1"), value.decode("latin-1")) for name, value in answer.headers.raw)
+            yield Head(replica, answer.status_code, passed_on(told))
             async for piece in answer.aiter_raw():
                 yield piece
         finally:

@@ -6,6 +6,7 @@ front loads no tokenizer, and cannot be of another opinion than the server.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import TYPE_CHECKING, Any
 
@@ -41,15 +42,23 @@ class TokenizedPrompts:
     Args:
         send: asks a replica.
         block_size: tokens a block.
+        most_tokens: no more than these are named: no cache holds a longer prompt.
         tenant_of: whose key some headers bring.
         seed: what replicas' chains of hashes begin with.
     """
 
     def __init__(
-        self, send: Send, block_size: int, tenant_of: Callable[[Sequence[tuple[str, str]]], str], seed: str
+        self,
+        send: Send,
+        *,
+        block_size: int,
+        most_tokens: int,
+        tenant_of: Callable[[Sequence[tuple[str, str]]], str],
+        seed: str,
     ) -> None:
         self._send = send
         self._block_size = block_size
+        self._most_tokens = most_tokens
         self._tenant_of = tenant_of
         self._seed = seed
 
@@ -75,7 +84,9 @@ class TokenizedPrompts:
             return None
         salt = body.get("cache_salt")
         keys = ExtraKeys(cache_salt=tenant_salt(self._tenant_of(asked.headers), salt if isinstance(salt, str) else ""))
-        return Prompt(block_hashes(token_ids, self._block_size, keys, self._seed), len(token_ids))
+        named = token_ids[: self._most_tokens]
+        hashes = await asyncio.to_thread(block_hashes, named, self._block_size, keys, self._seed)
+        return Prompt(hashes, len(token_ids))
 
     async def _tokenize(self, told: dict[str, Any], asked: Forwarded, replica: str) -> list[int] | None:
         headers = tuple(header for header in asked.headers if header[0] in _AUTHORIZES)

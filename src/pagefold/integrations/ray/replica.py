@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import logging
-import socket
+import tempfile
 from typing import TYPE_CHECKING
 
 import httpx
@@ -40,7 +40,8 @@ class PagefoldReplica:
 
     def __init__(self, settings: FleetSettings) -> None:
         self._name = serve.get_replica_context().replica_id.unique_id
-        events, replay = (f"tcp://127.0.0.1:{port}" for port in _free_ports(2))
+        self._folder = tempfile.TemporaryDirectory(prefix="pagefold-")  # its owner's alone, as prompts are
+        events, replay = (f"ipc://{self._folder.name}/{name}" for name in ("events", "replay"))
         events_config = {"enable_kv_cache_events": True, "endpoint": events, "replay_endpoint": replay}
         arguments = (*settings.arguments, "--kv-events-config", json.dumps(events_config))
         self._server = ChildServer(arguments, lambda line: _log.info("%s", line))
@@ -72,6 +73,7 @@ class PagefoldReplica:
         """Let the server finish. Ray calls it when nothing is sent here any more."""
         with contextlib.suppress(AttributeError):  # it has not started
             await asyncio.to_thread(self._server.stop)
+            self._folder.cleanup()
 
     def _read_address(self, url: str, events: str, replay: str) -> ReplicaAddress:
         key = {} if self._server.metrics_key is None else {"Authorization": f"Bearer {self._server.metrics_key}"}
@@ -80,10 +82,3 @@ class PagefoldReplica:
         labels = next(sample.labels for sample in samples if sample.name == _CONFIG)
         block_size, num_blocks = int(labels["block_size"]), int(labels["num_gpu_blocks"])
         return ReplicaAddress(self._name, events, replay, block_size, block_size * num_blocks)
-
-
-def _free_ports(count: int) -> list[int]:
-    """Return ports that nobody listens on now."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [each.getsockname()[1] for each in sockets]

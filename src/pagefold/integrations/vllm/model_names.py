@@ -63,10 +63,10 @@ def check_names(vllm_config: VllmConfig, *, has_fixed_seed: bool) -> None:
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
         msg = "calculate_kv_scales is on: the scales of K and V follow from the first request, and differ by start."
         raise ConfigError(msg, remedy=f"Use scales from the checkpoint, {_LEAVE_OUT}.")
-    drafts: Any = getattr(vllm_config, "speculative_config", None)
-    drafter: Any = getattr(drafts, "draft_model_config", None)
-    has_kv = drafter is not None and drafts.method not in _DRAFTERS_WITHOUT_KV
-    if has_kv and drafter.model != vllm_config.model_config.model:
+    drafts = getattr(vllm_config, "speculative_config", None)
+    drafter = getattr(drafts, "draft_model_config", None)
+    is_named = drafter is None or drafter.model == vllm_config.model_config.model
+    if drafter is not None and drafts is not None and drafts.method not in _DRAFTERS_WITHOUT_KV and not is_named:
         msg = f"Drafts come from {drafter.model}, whose KV lies in the same blocks and has no name."
         raise ConfigError(msg, remedy=f"Draft by ngram or by the model's own layers, {_LEAVE_OUT}.")
     algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
