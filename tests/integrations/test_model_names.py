@@ -83,7 +83,6 @@ def key_of(folder, kv=None, version="0.32.0", **about):
         {"top": {"additional_config": {"a": 1}}},
         {"top": {"speculative_config": SimpleNamespace(method="mtp")}},
     ],
-    ids=str,
 )
 def test_whatever_k_and_v_follow_from_is_in_the_name(folder, other):
     assert key_of(folder, **other) != key_of(folder)
@@ -185,7 +184,6 @@ DRAFTER = SimpleNamespace(method="eagle", draft_model_config=SimpleNamespace(mod
         ({"cache": {"prefix_caching_hash_algo": "xxhash_cbor"}}, "xxhash_cbor.*PYTHONHASHSEED"),
         ({"cache": {"prefix_caching_hash_algo": "builtin"}}, "builtin.*PYTHONHASHSEED"),
     ],
-    ids=str,
 )
 def test_what_has_no_name_is_refused_with_slow_tiers(folder, about, says):
     with pytest.raises(ConfigError, match=says):
