@@ -81,13 +81,15 @@ class EventOrder:
         self._next = 0  # the number of the batch that is to be applied next
         self._heard = -1  # of the last one that was published, not replayed
         self._last = b""  # digest of the batch before the next
+        self._replayed: dict[int, bytes] = {}  # digests of batches that were replayed and may still come, by number
         self._is_doubted = False
         self.counts = EventCounts()
         index.forget(replica)
 
     def take(self, batch: Numbered) -> None:
         """Take a batch that was published."""
-        if batch.number <= self._heard:  # a publisher sends none twice
+        is_another = batch.number < self._next and self._replayed.get(batch.number) != _digest(batch.payload)
+        if batch.number <= self._heard or is_another:  # a publisher sends none twice, nor another than it replayed
             self._restart()
         self._heard = batch.number
         is_behind = batch.number > self._next
@@ -100,6 +102,7 @@ class EventOrder:
             self._lose()
         elif batch.number < self._next:  # it was replayed
             self._count(num_repeated=1)
+            self._replayed = {number: told for number, told in self._replayed.items() if number > batch.number}
             return
         self._apply(batch)
 
@@ -136,6 +139,8 @@ class EventOrder:
             elif begins <= first:  # it has not sent so many, or it has sent others
                 self._restart()
                 batches = list(self._ask(0) or ())
+            else:  # nothing tells whether it is the one that it was
+                self._lose()
         self._believe()
         for batch in batches:
             if batch.number > self._next:
@@ -143,6 +148,7 @@ class EventOrder:
             if batch.number >= self._next:
                 self._count(num_replayed=1)
                 self._apply(batch)
+                self._replayed[batch.number] = self._last
         return True
 
     def _believe(self) -> None:
@@ -176,6 +182,7 @@ class EventOrder:
         """Another publisher has taken the place of the one before."""
         self._count(num_restarts=1)
         self._next, self._last, self._heard = 0, b"", -1
+        self._replayed = {}
         self._index.forget(self._replica)
 
     def _count(self, **more: int) -> None:
