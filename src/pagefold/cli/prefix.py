@@ -11,7 +11,7 @@ import typer
 
 from pagefold.cli.options import read_flags
 from pagefold.config import EngineConfig
-from pagefold.errors import ConfigError, InvalidRequestError
+from pagefold.errors import ConfigError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -257,9 +257,7 @@ def read_prompt(file: Path, model_folder: Path, tenant: str | None, cache_salt: 
 
 
 def _asked(text: str, file: Path) -> WarmRequest:
-    from pydantic import ValidationError  # noqa: PLC0415 - only here
-
-    from pagefold.server.warm_schemas import WarmRequest  # noqa: PLC0415 - imports fastapi
+    from pagefold.cli.warm_file import warm_request_of  # noqa: PLC0415 - only here
 
     fields: Any = None
     if text.lstrip().startswith("{"):
@@ -269,15 +267,7 @@ def _asked(text: str, file: Path) -> WarmRequest:
             fields = None  # a text that begins so
     if not isinstance(fields, dict) or not fields.keys() & {"prompt", "messages"}:
         fields = {"prompt": text.removesuffix("\n")}
-    try:
-        return WarmRequest.model_validate(fields)
-    except ValidationError as error:
-        first = error.errors()[0]
-        msg = f"{file}: {'.'.join(map(str, first['loc']))}: {first['msg']}."
-        raise ConfigError(msg) from None
-    except InvalidRequestError as error:
-        msg = f"{file}: {error}"
-        raise ConfigError(msg) from None
+    return warm_request_of(fields, str(file))
 
 
 def _stable_tokens(asked: WarmRequest, model_folder: Path) -> list[int]:

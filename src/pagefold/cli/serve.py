@@ -30,7 +30,7 @@ from pagefold.config import (
     environment_remote_url,
     quotas_of,
 )
-from pagefold.errors import ConfigError, InvalidRequestError, NotCalibratedError, PagefoldError
+from pagefold.errors import ConfigError, NotCalibratedError, PagefoldError
 from pagefold.events import fan_out
 
 if TYPE_CHECKING:
@@ -217,24 +217,13 @@ def _accounts(path: str | None, config: EngineConfig) -> tuple[Account, ...]:
 
 
 def _warm_prompts(path: str) -> list[WarmPrompt]:
-    from pydantic import ValidationError  # noqa: PLC0415 - only here
-
-    from pagefold.cli.warm_file import read_warm_file  # noqa: PLC0415
+    from pagefold.cli.warm_file import read_warm_file, warm_request_of  # noqa: PLC0415
     from pagefold.server.process import WarmPrompt  # noqa: PLC0415 - imports fastapi and uvicorn
-    from pagefold.server.warm_schemas import WarmRequest  # noqa: PLC0415
 
-    prompts: list[WarmPrompt] = []
-    for number, fields in read_warm_file(path):
-        try:
-            prompts.append(WarmPrompt(f"line {number} of {path}", WarmRequest.model_validate(fields)))
-        except ValidationError as error:
-            first = error.errors()[0]
-            msg = f"Line {number} of {path}: {'.'.join(map(str, first['loc']))}: {first['msg']}."
-            raise ConfigError(msg) from None
-        except InvalidRequestError as error:
-            msg = f"Line {number} of {path}: {error}"
-            raise ConfigError(msg) from None
-    return prompts
+    return [
+        WarmPrompt(f"line {number} of {path}", warm_request_of(fields, f"Line {number} of {path}"))
+        for number, fields in read_warm_file(path)
+    ]
 
 
 def _path(name: str | None) -> Path | None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pagefold.errors import ConfigError
+from pagefold.errors import ConfigError, InvalidRequestError
 
-__all__ = ["WarmLine", "read_warm_file"]
+if TYPE_CHECKING:
+    from pagefold.server.warm_schemas import WarmRequest
+
+__all__ = ["WarmLine", "read_warm_file", "warm_request_of"]
 
 
 class WarmLine(NamedTuple):
@@ -40,6 +43,31 @@ def read_warm_file(path: str) -> list[WarmLine]:
         msg = f"{path} holds no prompts."
         raise ConfigError(msg, remedy="Give a file with a JSON object a line.")
     return lines
+
+
+def warm_request_of(fields: dict[str, Any], where: str) -> WarmRequest:
+    """Return what fields ask for, as ``POST /v1/cache/warm`` would take it.
+
+    Args:
+        fields: as they were read.
+        where: from where, for people; a sentence begins with it.
+
+    Raises:
+        ConfigError: they ask for nothing that can be.
+    """
+    from pydantic import ValidationError  # noqa: PLC0415 - only here
+
+    from pagefold.server.warm_schemas import WarmRequest  # noqa: PLC0415 - imports fastapi
+
+    try:
+        return WarmRequest.model_validate(fields)
+    except ValidationError as error:
+        first = error.errors()[0]
+        msg = f"{where}: {'.'.join(map(str, first['loc']))}: {first['msg']}."
+        raise ConfigError(msg) from None
+    except InvalidRequestError as error:
+        msg = f"{where}: {error}"
+        raise ConfigError(msg) from None
 
 
 def _parsed(path: str, number: int, line: str) -> WarmLine:

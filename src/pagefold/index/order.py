@@ -27,6 +27,9 @@ __all__ = ["EventCounts", "EventOrder", "Numbered"]
 
 _log = logging.getLogger(__name__)
 
+_MOST_REPLAYED = 10_000
+"""So many batches that were replayed are remembered until they come by themselves: as many as publishers keep."""
+
 
 class Numbered(NamedTuple):
     """A batch, as it is sent.
@@ -102,8 +105,9 @@ class EventOrder:
             self._lose()
         elif batch.number < self._next:  # it was replayed
             self._count(num_repeated=1)
-            self._replayed = {number: told for number, told in self._replayed.items() if number > batch.number}
+            self._replayed.pop(batch.number, None)
             return
+        self._replayed.clear()  # those come no more: a publisher's batches come in their order
         self._apply(batch)
 
     def check(self) -> None:
@@ -149,6 +153,8 @@ class EventOrder:
                 self._count(num_replayed=1)
                 self._apply(batch)
                 self._replayed[batch.number] = self._last
+                if len(self._replayed) > _MOST_REPLAYED:  # whose batch comes all the same is asked for all it has
+                    del self._replayed[next(iter(self._replayed))]
         return True
 
     def _believe(self) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from pagefold.errors import ConfigError
 from pagefold.index.order import EventOrder, Numbered
+from pagefold.index.wire import END_MARK, NUMBER_BYTES, number_frame
 
 try:
     import zmq
@@ -32,8 +33,6 @@ __all__ = ["KVEventSubscriber"]
 _log = logging.getLogger(__name__)
 
 _NUM_FRAMES = 3
-_NUMBER_BYTES = 8
-_END = (-1).to_bytes(_NUMBER_BYTES, "big", signed=True)
 _TURN_MS = 100
 """How long the thread waits before it looks whether it is to end."""
 
@@ -149,7 +148,7 @@ class KVEventSubscriber:
 
     def _take(self, frames: list[bytes]) -> None:
         """Take what was published, if it is a batch."""
-        if len(frames) != _NUM_FRAMES or len(frames[1]) != _NUMBER_BYTES or frames[1] == _END:
+        if len(frames) != _NUM_FRAMES or len(frames[1]) != NUMBER_BYTES or frames[1] == END_MARK:
             self._order.note_bad()
             return
         self._order.take(Numbered(int.from_bytes(frames[1], "big"), frames[2]))
@@ -164,13 +163,13 @@ class KVEventSubscriber:
             socket.setsockopt(zmq.RCVHWM, 0)
             socket.setsockopt(zmq.IPV6, int("[" in self._replay_endpoint))
             socket.connect(self._replay_endpoint)
-            socket.send_multipart([b"", first.to_bytes(_NUMBER_BYTES, "big")])
+            socket.send_multipart([b"", number_frame(first)])
             batches: list[Numbered] = []
             while not self._is_closing.is_set() and socket.poll(int(self._replay_timeout_s * 1000)):
                 frames = socket.recv_multipart()[1:]  # the first is the empty one that REQ sockets want
-                if len(frames) != _NUM_FRAMES or len(frames[1]) != _NUMBER_BYTES:
+                if len(frames) != _NUM_FRAMES or len(frames[1]) != NUMBER_BYTES:
                     self._order.note_bad()
-                elif frames[1] == _END:
+                elif frames[1] == END_MARK:
                     return batches
                 else:
                     batches.append(Numbered(int.from_bytes(frames[1], "big"), frames[2]))

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DEVICE",
+    "END_MARK",
+    "NUMBER_BYTES",
     "AllBlocksCleared",
     "BadBatchError",
     "BlockRemoved",
@@ -28,10 +30,17 @@ __all__ = [
     "EventBatch",
     "decode_batch",
     "encode_batch",
+    "number_frame",
 ]
 
 DEVICE = "GPU"
 """The medium of the device's own blocks: vLLM calls it so on a CPU too."""
+
+NUMBER_BYTES = 8
+"""Of the frame that numbers a batch, big-endian."""
+
+END_MARK = (-1).to_bytes(NUMBER_BYTES, "big", signed=True)
+"""Such a frame, behind the last batch that was replayed."""
 
 _SLIDING = ("sliding_window", "sliding_window_mla")
 _CHUNKED = "chunked_local_attention"
@@ -146,3 +155,8 @@ def decode_batch(payload: bytes) -> EventBatch:
         raise BadBatchError(
             msg, remedy="Events must be maps with a type, as vLLM 0.32 and Pagefold send them."
         ) from None
+
+
+def number_frame(number: int) -> bytes:
+    """Return the frame that numbers a batch."""
+    return number.to_bytes(NUMBER_BYTES, "big")

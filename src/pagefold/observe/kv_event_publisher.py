@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import zmq
 
 from pagefold.errors import ConfigError
-from pagefold.index.wire import encode_batch
+from pagefold.index.wire import END_MARK, NUMBER_BYTES, encode_batch, number_frame
 from pagefold.observe.kv_event_batch import BatchMaker
 from pagefold.observe.kv_events import KVEvents
 
@@ -32,8 +32,6 @@ __all__ = ["KVEventPublisher", "SentCounts"]
 
 _log = logging.getLogger(__name__)
 
-_NUMBER_BYTES = 8
-_END = (-1).to_bytes(_NUMBER_BYTES, "big", signed=True)
 _NUM_FRAMES_OF_ASKING = 3
 _TURN_S = 0.05
 """How long the thread waits for a batch before it looks who asks for old ones."""
@@ -167,7 +165,7 @@ class KVEventPublisher:
                 _log.exception("batch %d of KV events is left out", noted.number)
             else:
                 self._kept.append((noted.number, payload))
-                self._events.send_multipart((self._topic, _number(noted.number), payload))
+                self._events.send_multipart((self._topic, number_frame(noted.number), payload))
                 self._num_sent += 1
         has_room = not self._noted.num_waiting
         if self._is_anew_wanted or (self._num_dropped > self._num_healed and has_room):
@@ -180,16 +178,16 @@ class KVEventPublisher:
     def _answer(self, replay: zmq.Socket[bytes]) -> None:
         """Send what somebody asks for and is still kept, and then an end mark."""
         frames = replay.recv_multipart()
-        if len(frames) != _NUM_FRAMES_OF_ASKING or len(frames[2]) != _NUMBER_BYTES:
+        if len(frames) != _NUM_FRAMES_OF_ASKING or len(frames[2]) != NUMBER_BYTES:
             _log.warning("somebody asks for KV events in %d frames that are no question", len(frames))
             return
         client, _, asked = frames
         first = int.from_bytes(asked, "big")
         for number, payload in self._kept:
             if number >= first:
-                replay.send_multipart((client, b"", self._topic, _number(number), payload))
+                replay.send_multipart((client, b"", self._topic, number_frame(number), payload))
                 self._num_replayed += 1
-        replay.send_multipart((client, b"", b"", _END, b""))
+        replay.send_multipart((client, b"", b"", END_MARK, b""))
         if self._kept and first < self._kept[0][0]:
             self._is_anew_wanted = True
             self._num_put_off += time.monotonic() < self._anew_from_s
@@ -218,7 +216,3 @@ class KVEventPublisher:
             msg = f"KV events cannot {what} {endpoint}: {error.strerror}."
             raise ConfigError(msg, remedy="Choose another endpoint in --kv-events-config.") from error
         return socket
-
-
-def _number(number: int) -> bytes:
-    return number.to_bytes(_NUMBER_BYTES, "big")

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from pagefold.config import ServerConfig
 
-__all__ = ["OPEN_PATHS", "TRAFFIC_PATHS", "Keys", "Lock", "Locks", "account_of", "is_for_admin"]
+__all__ = ["OPEN_PATHS", "TRAFFIC_PATHS", "Keys", "Lock", "Locks", "account_of", "account_with", "is_for_admin"]
 
 _ADMIN_PATHS = frozenset({"/reset_prefix_cache", "/server_info", "/v1/dashboard"})
 _ADMIN_PREFIX = "/v1/cache/"
@@ -136,7 +136,7 @@ class Keys:
             code = "no_metrics_key" if path in TRAFFIC_PATHS else "no_admin_key"
             await error_response(403, f"{path} {lock.closed}. {lock.remedy}", code=code)(scope, receive, send)
         else:
-            account = _whose(scope, lock.accounts)
+            account = account_with(dict(scope["headers"]), lock.accounts)
             if account is None:
                 await self._refuse(lock, scope, receive, send)
             else:
@@ -151,8 +151,8 @@ class Keys:
         await response(scope, receive, send)
 
 
-def _whose(scope: Scope, accounts: Sequence[Account]) -> Account | None:
-    headers = dict(scope["headers"])
+def account_with(headers: Mapping[bytes, bytes], accounts: Sequence[Account]) -> Account | None:
+    """Return the account whose key headers bring; None if they bring none of those. Names are in lower case."""
     scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
     given = [bearer.strip() if scheme.lower() == b"bearer" else b"", headers.get(b"x-api-key", b"").strip()]
     # All of them are compared, whichever matches: time must tell nothing.

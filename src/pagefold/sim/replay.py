@@ -20,14 +20,15 @@ from pagefold.steps import StepPlan
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from pagefold.events import Emit
     from pagefold.steps import Runner
 
-__all__ = ["AGING_S", "SimConfig", "check_fit", "replay", "simulate"]
+__all__ = ["SimConfig", "check_fit", "replay", "scheduler_of", "simulate"]
 
 _PROBE_TOKENS = 256
 """What prefilling takes is asked with so many tokens, as a server measures it."""
 
-AGING_S = 60.0
+_AGING_S = 60.0
 """Seconds of waiting that policies look at: what ``--priority-aging-s`` is where a server is told nothing."""
 
 
@@ -95,9 +96,7 @@ def simulate(
         slow=tiers.slow(host, config.block_size, _compute_s(cost), rules),
         emit=tally,
     )
-    limits = SchedulerLimits(config.max_num_seqs, config.max_num_batched_tokens)
-    policy = SCHEDULING_POLICIES[config.scheduling_policy](AGING_S)
-    scheduler = Scheduler(core, limits, policy=policy, admission=config.admission, emit=tally)
+    scheduler = scheduler_of(core, config, tally)
     clock = VirtualClock()
 
     def whole_cost(plan: StepPlan) -> float:
@@ -186,6 +185,13 @@ def _compute_s(cost: Callable[[StepPlan], float]) -> float:
     plan.token_ids.extend([0] * _PROBE_TOKENS)
     plan.starts, plan.num_tokens = [0], [_PROBE_TOKENS]
     return cost(plan) / _PROBE_TOKENS
+
+
+def scheduler_of(core: KVCore, config: SimConfig, emit: Emit) -> Scheduler:
+    """Return the scheduler of a core, as a config has it."""
+    limits = SchedulerLimits(config.max_num_seqs, config.max_num_batched_tokens)
+    policy = SCHEDULING_POLICIES[config.scheduling_policy](_AGING_S)
+    return Scheduler(core, limits, policy=policy, admission=config.admission, emit=emit)
 
 
 def check_fit(longest: int, scheduler: Scheduler) -> None:

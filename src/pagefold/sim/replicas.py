@@ -20,12 +20,11 @@ from pagefold.kv import KVCore, make_policy
 from pagefold.kv.names import digest_of, path_digest, root_digest
 from pagefold.kv.tree import TOKEN_BYTES
 from pagefold.routing import ROUTING_POLICIES, Prompt, Router
-from pagefold.scheduler import SCHEDULING_POLICIES, Scheduler, SchedulerLimits
 from pagefold.scheduler.times import tell_tokens
 from pagefold.sim.arrivals import Arrivals
 from pagefold.sim.clock import VirtualClock
 from pagefold.sim.null_runner import NullRunner
-from pagefold.sim.replay import AGING_S, check_fit, simulate
+from pagefold.sim.replay import check_fit, scheduler_of, simulate
 from pagefold.sim.report import Tally, percentile
 from pagefold.sim.step_cost import LinearStepCost
 
@@ -245,7 +244,7 @@ class _Replica:
         self.clock = VirtualClock()
         self.tally = Tally()
         self.watcher = _Watcher()
-        emit = fan_out(self.tally, self.watcher)
+        self._emit = emit = fan_out(self.tally, self.watcher)
         core = KVCore(
             config.num_blocks,
             block_size=config.block_size,
@@ -253,9 +252,7 @@ class _Replica:
             enable_prefix_caching=config.enable_prefix_caching,
             emit=emit,
         )
-        limits = SchedulerLimits(config.max_num_seqs, config.max_num_batched_tokens)
-        policy = SCHEDULING_POLICIES[config.scheduling_policy](AGING_S)
-        self.scheduler = Scheduler(core, limits, policy=policy, admission=config.admission, emit=emit)
+        self.scheduler = scheduler_of(core, config, emit)
 
     def step(self, runner: Runner, step_cost: StepCost) -> dict[str, int]:
         """Run one step, and let its time pass. Return who ended with it, and their output tokens."""
@@ -265,7 +262,7 @@ class _Replica:
         self.clock.advance(step_cost(plan))
         now = self.clock()
         got_tokens = self.scheduler.apply(result, now)
-        tell_tokens(fan_out(self.tally, self.watcher), got_tokens, now, self.scheduler.core.block_size)
+        tell_tokens(self._emit, got_tokens, now, self.scheduler.core.block_size)
         self.tally.look(self.scheduler, now)
         return {one.request_id: one.num_output_tokens for one in got_tokens if one.finish_reason is not None}
 

@@ -200,7 +200,7 @@ class PrefixFile:
 
     @property
     def layout(self) -> PrefixLayout:
-        """Of its blocks."""
+        """The layout of its blocks."""
         return self.about.layout
 
     def check(self, progress: Callable[[int, int], None]) -> None:

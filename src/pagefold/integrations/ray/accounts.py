@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import hmac
 from typing import TYPE_CHECKING
 
 from pagefold.server.key_file import read_key_file
+from pagefold.server.keys import account_with
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -22,15 +22,8 @@ def tenants_of(api_key_file: str | None) -> Callable[[Sequence[tuple[str, str]]]
     accounts = () if api_key_file is None else read_key_file(api_key_file, lambda _: None)
 
     def tenant_of(headers: Sequence[tuple[str, str]]) -> str:
-        given = dict(headers)
-        scheme, _, bearer = given.get("authorization", "").partition(" ")
-        keys = (bearer.strip() if scheme.lower() == "bearer" else "", given.get("x-api-key", "").strip())
-        tenants = [
-            account.tenant
-            for key in keys
-            for account in accounts
-            if hmac.compare_digest(key.encode(), account.key.encode())
-        ]
-        return tenants[0] if tenants else ""
+        as_sent = {name.encode("latin-1"): value.encode("latin-1") for name, value in headers}
+        account = account_with(as_sent, accounts)
+        return "" if account is None else account.tenant
 
     return tenant_of

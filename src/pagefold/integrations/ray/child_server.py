@@ -72,11 +72,6 @@ class ChildServer:
         self._reader.start()
 
     @property
-    def pid(self) -> int:
-        """The process."""
-        return self._process.pid
-
-    @property
     def is_alive(self) -> bool:
         """Whether the process is there."""
         return self._process.poll() is None
@@ -96,7 +91,7 @@ class ChildServer:
         return self._url
 
     def stop(self) -> int:
-        """Let it finish what it has, as long as its own ``--drain-s`` allows, and return its exit code."""
+        """Let it finish what it has, as long as its own ``--shutdown-timeout`` allows, and return its exit code."""
         if self.is_alive:
             self._process.send_signal(signal.SIGTERM)
         return self._process.wait()

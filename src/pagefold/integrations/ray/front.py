@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import json
 import logging
-from collections import Counter
 from collections.abc import AsyncGenerator
 from contextlib import suppress
+from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from pagefold.integrations.ray.forwarded import Forwarded, Head, ReplicaLostError
+from pagefold.integrations.ray.forwarded import Forwarded, Head, ReplicaLostError, passed_on
 from pagefold.routing import Prompt
+from pagefold.server.errors import error_response
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Mapping
 
     from pagefold.routing import Choice, Router
 
@@ -89,7 +90,7 @@ class Front:
         self._send = send
         self._prompts = prompts
         self._clock = clock
-        self._numbers: Counter[str] = Counter()
+        self._numbers = count()
         self.num_retried = 0
         self.num_broken = 0
         self._lost_at_s: dict[str, float] = {}
@@ -102,7 +103,7 @@ class Front:
             message = (
                 f"{asked.path} asks for what one server remembers, and there are several. Send all that is to be read."
             )
-            return refusal(404, message, "invalid_request_error", "not_found")
+            return refusal(404, message)
         if asked.path not in _GENERATE:
             return await self._ask_any(asked)
         return await self._generate(asked, await self._prompt(asked))
@@ -130,21 +131,16 @@ class Front:
         self.num_broken += 1
         _log.warning("a replica has gone in the middle of an answer")
         message = "The server that answered has gone in the middle of this answer. Send the request again."
-        error = {"message": message, "type": "service_unavailable_error", "param": None, "code": "replica_lost"}
-        return f"data: {json.dumps({'error': error})}\n\n".encode()
+        return b"data: " + bytes(error_response(_UNAVAILABLE, message, code="replica_lost").body) + b"\n\n"
 
     # Inside.
-
-    def _next_id(self) -> str:
-        self._numbers["requests"] += 1
-        return f"request-{self._numbers['requests']}"
 
     async def _generate(self, asked: Forwarded, prompt: Prompt) -> Answer:
         """Have a replica compute an answer, another one if that has gone or takes none."""
         tried: frozenset[str] = frozenset()
         refused: Answer | None = None
         while True:
-            request_id = self._next_id()
+            request_id = f"request-{next(self._numbers)}"
             try:
                 choice = self._route(request_id, prompt, tried)
             except LookupError:
@@ -159,8 +155,7 @@ class Front:
                     return Answer(head, _Relay(self, request_id, stream))
                 body = await _joined(stream)
             except ReplicaLostError:
-                _log.warning("%s has gone before it answered %s", choice.replica, asked.path)
-                self._lost_at_s[choice.replica] = self._clock()
+                self._note_lost(choice.replica, asked)
                 self._router.failed(request_id)
                 continue
             except BaseException:
@@ -205,8 +200,7 @@ class Front:
                 try:
                     prompt = await self._prompts.read(asked, least)
                 except ReplicaLostError:
-                    _log.warning("%s has gone before it said what the tokens of a prompt are", least)
-                    self._lost_at_s[least] = self._clock()
+                    self._note_lost(least, asked)
                     continue
                 if prompt is not None:
                     return prompt
@@ -218,28 +212,31 @@ class Front:
         tried: frozenset[str] = frozenset()
         while (least := self._least_loaded(tried)) is not None:
             tried |= {least}
-            stream = self._send(least, asked)
-            try:
-                head = await anext(stream)
-                assert isinstance(head, Head)
-                return Answer(head, _of([await _joined(stream)]))
-            except ReplicaLostError:
-                _log.warning("%s has gone before it answered %s", least, asked.path)
-                self._lost_at_s[least] = self._clock()
+            answer = await self._whole(least, asked)
+            if answer is not None:
+                return answer
         return no_replica()
 
     async def _ask_all(self, asked: Forwarded) -> Answer:
         """Ask each replica; return the worst answer."""
-        answers: list[Answer] = []
-        for replica in self._router.open_replicas:
-            stream = self._send(replica, asked)
-            try:
-                head = await anext(stream)
-                assert isinstance(head, Head)
-                answers.append(Answer(head, _of([await _joined(stream)])))
-            except ReplicaLostError:
-                _log.warning("%s has gone, and %s with it", replica, asked.path)
-        return max(answers, key=lambda answer: answer.head.status, default=no_replica())
+        answers = [await self._whole(replica, asked) for replica in self._router.open_replicas]
+        there = (answer for answer in answers if answer is not None)
+        return max(there, key=lambda answer: answer.head.status, default=no_replica())
+
+    async def _whole(self, replica: str, asked: Forwarded) -> Answer | None:
+        """Return a replica's answer when it is complete; None if the replica is lost."""
+        stream = self._send(replica, asked)
+        try:
+            head = await anext(stream)
+            assert isinstance(head, Head)
+            return Answer(head, _of([await _joined(stream)]))
+        except ReplicaLostError:
+            self._note_lost(replica, asked)
+            return None
+
+    def _note_lost(self, replica: str, asked: Forwarded) -> None:
+        _log.warning("%s has gone before it answered %s", replica, asked.path)
+        self._lost_at_s[replica] = self._clock()
 
 
 class _Relay(AsyncGenerator[bytes]):
@@ -309,11 +306,10 @@ def _num_output_tokens(body: bytes) -> int:
 def no_replica() -> Answer:
     """Return what is told where no replica takes requests."""
     message = "No replica takes requests now. Try again later."
-    return refusal(_UNAVAILABLE, message, "service_unavailable_error", "engine_unavailable", (("retry-after", "1"),))
+    return refusal(_UNAVAILABLE, message, code="engine_unavailable", headers={"retry-after": "1"})
 
 
-def refusal(status: int, message: str, kind: str, code: str, headers: tuple[tuple[str, str], ...] = ()) -> Answer:
-    """Return an error of the front's own, in OpenAI's form."""
-    error = {"message": message, "type": kind, "param": None, "code": code}
-    body = json.dumps({"error": error}).encode()
-    return Answer(Head("", status, (("content-type", "application/json"), *headers)), _of([body]))
+def refusal(status: int, message: str, *, code: str | None = None, headers: Mapping[str, str] | None = None) -> Answer:
+    """Return an error of the front's own, as the server writes its errors."""
+    response = error_response(status, message, code=code, headers=headers)
+    return Answer(Head("", status, passed_on(response.headers.items())), _of([bytes(response.body)]))

@@ -108,16 +108,16 @@ class PagefoldIngress:
     async def _relay(self, front: Front, request: Request, headers: tuple[tuple[str, str], ...]) -> Answer:
         """Return what replicas answer to a request, if it can be read."""
         if self._num_body_bytes >= _MOST_BODIES * self._settings.max_body_bytes:
-            return refusal(429, "Too many bodies are on their way. Try again.", "rate_limit_error", "queue_full")
+            return refusal(429, "Too many bodies are on their way. Try again.")
         try:
             body = await self._body_of(request)
         except _TooLargeError:
             most = self._settings.max_body_bytes
             message = f"The request's body is larger than {most:,} bytes. Send less, or raise --max-body-bytes."
-            return refusal(413, message, "invalid_request_error", "request_too_large")
+            return refusal(413, message)
         except TimeoutError:
             message = f"The request's body did not come within {_BODY_S:g} s."
-            return refusal(408, message, "timeout_error", "body_timeout")
+            return refusal(408, message)
         target = request.url.path + (f"?{request.url.query}" if request.url.query else "")
         return await front.answer(Forwarded(request.method, target, headers, body))
 
@@ -191,12 +191,13 @@ class PagefoldIngress:
                 await asyncio.sleep(1.0)
         policy = ROUTING_POLICIES[self._settings.routing]()
         self._router = Router(policy, self._index, block_size=first.block_size, cache_tokens=first.cache_tokens)
+        seed = environment_hash_seed()
         prompts = TokenizedPrompts(
             self._send,
             block_size=first.block_size,
             most_tokens=first.cache_tokens,
             tenant_of=self._tenant_of,
-            seed=environment_hash_seed() or DEFAULT_SEED,
+            seed=DEFAULT_SEED if seed is None else seed,
         )
         self._front = Front(self._router, self._send, prompts, time.monotonic)
         self._roster = Roster(self._router, self._index, self._ask, self._hear)
