@@ -212,7 +212,7 @@ def test_what_cannot_draft_is_refused_before_weights_are_loaded(folders, tmp_pat
     refused("max_model_len=100", r"llama goes up to \d+ tokens, and short, the draft model, ends at 100", model=short)
     how["max_model_len"] = 128
     refused("at least 1", "kv_cache_memory_bytes is 0", kv_cache_memory_bytes=0, model=short)
-    refused("int8, w8a8_int8", "quantization is 'int3'", quantization="int3", model=short)
+    refused("none, int4, int8, w8a8_int8", "quantization is 'int3'", quantization="int3", model=short)
     refused("left out", "model is empty", model="")
     refused("between 0 and 32", "num_speculative_tokens is 33", model=short, num_speculative_tokens=33)
     chat = _with(str(tiny_chat_model), tmp_path / "chat")

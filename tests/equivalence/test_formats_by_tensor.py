@@ -21,8 +21,8 @@ from pagefold.kernels.formats import PANEL_WIDTH
 from pagefold.kernels.pairs import bfloat16_pairs
 from pagefold.kernels.quads import int8_quads
 from pagefold.runner.fused import formats as fused_formats
-from pagefold.runner.fused.formats import DecoderFormats
-from pagefold.runner.fused.matrices import EMBEDDING, HEAD, SCORERS, Room, layers_of, vocabulary_of
+from pagefold.runner.fused.formats import EMBEDDING, HEAD, DecoderFormats
+from pagefold.runner.fused.matrices import SCORERS, Room, layers_of, vocabulary_of
 from pagefold.runner.models import inspect_model
 
 if TYPE_CHECKING:

@@ -45,6 +45,7 @@ __all__ = ["NUMBER_FORMATS", "evaluate"]
 
 NUMBER_FORMATS: Mapping[str, Mapping[str, object]] = {
     "bfloat16": {"dtype": "bfloat16"},
+    "int4": {"quantization": "int4"},
     "int8": {"quantization": "int8"},
     "w8a8_int8": {"quantization": "w8a8_int8"},
 }
@@ -84,8 +85,8 @@ def evaluate(  # noqa: PLR0913 - one parameter a flag
         str | None,
         typer.Option(
             metavar="FORMATS",
-            help="What the fused decoder computes in, with commas, against the exact one: bfloat16,int8,w8a8_int8,"
-            "bfloat16+w8a8_int8.",
+            help="What the fused decoder computes in, with commas, against the exact one: bfloat16,int4,int8,"
+            "w8a8_int8,bfloat16+w8a8_int8.",
             rich_help_panel=_WHAT,
         ),
     ] = None,
@@ -168,7 +169,7 @@ def evaluate(  # noqa: PLR0913 - one parameter a flag
         str, typer.Option(help="Who computes the layers: auto, pagefold or transformers.", rich_help_panel=_ENGINE)
     ] = "auto",
     quantization: Annotated[
-        str | None, typer.Option(help="int8 or w8a8_int8, on both sides.", rich_help_panel=_ENGINE)
+        str | None, typer.Option(help="none, int4, int8 or w8a8_int8, on both sides.", rich_help_panel=_ENGINE)
     ] = None,
     threads: Annotated[
         int | None, typer.Option(help="Threads that compute; all cores if not given.", rich_help_panel=_ENGINE)
@@ -187,7 +188,7 @@ def evaluate(  # noqa: PLR0913 - one parameter a flag
             device=cast("Device", device),
             attention_backend=cast("AttentionBackend", attention_backend),
             model_impl=cast("ModelImpl", model_impl),
-            quantization=cast("Literal['int8', 'w8a8_int8'] | None", quantization),
+            quantization=cast("QuantizationName | None", quantization),
             threads=threads,
         )
         layers = parse_layers(kv_cache_dtype_skip_layers)
@@ -333,7 +334,7 @@ def _format_settings(config: EngineConfig, formats: str | None) -> dict[str, Set
 
     if formats is None:
         return {}
-    if config.quantization is not None:
+    if config.quantization not in {None, "none"}:
         msg = f"number_formats are compared with numbers as they are, and quantization is {config.quantization}."
         raise ConfigError(msg, remedy="Leave one of them out.")
     if config.dtype not in {"auto", "float32"}:

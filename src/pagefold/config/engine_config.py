@@ -31,6 +31,7 @@ Dtype: TypeAlias = Literal["auto", "float32", "float64", "bfloat16", "float16"]
 Device: TypeAlias = Literal["auto", "cpu", "cuda"]
 AttentionBackend: TypeAlias = Literal["auto", "cpu", "cuda", "reference"]
 ModelImpl: TypeAlias = Literal["auto", "pagefold", "transformers"]
+QuantizationName: TypeAlias = Literal["none", "int4", "int8", "w8a8_int8"]
 TransportCodec: TypeAlias = Literal["none", "lossless", "lossy7", "lossy6"]
 SchedulingPolicyName: TypeAlias = Literal["fcfs", "priority", "lpm", "fair"]
 Admission: TypeAlias = Literal["predicted", "prompt", "max_tokens"]
@@ -63,7 +64,7 @@ class EngineConfig:
             of a model with sliding windows those of all cache groups (see ``kv/geometry.py``).
         kv_quality_floor: the least share of positions at which the likeliest token must be that of ``auto``, as
             ``pagefold eval`` found it, 0 to 1. 0 asks for no verdict; None is 0.97 for 8 bit, 0.95 for less. It holds
-            for codecs, and for ``w8a8_int8``.
+            for codecs, and for ``w8a8_int8`` and ``int4``.
         force_kv_cache_dtype: start also with a codec under that floor.
         force_quantization: start also with a ``quantization`` under that floor.
         kv_cache_memory_bytes: the KV budget; None for a share of the memory that is free (see ``capacity.py``), or on
@@ -102,8 +103,10 @@ class EngineConfig:
             or ``auto``.
         model_impl: who computes the layers: ``pagefold`` (the fused decoder), ``transformers`` (any family), or
             ``auto`` for the fused decoder where it can.
-        quantization: ``int8`` keeps the fused decoder's matrices as int8, a scale an output channel; ``w8a8_int8`` has
-            weights and what is multiplied with them in int8, with a scale for each 64 numbers; None does neither.
+        quantization: in which form the fused decoder has its matrices: ``int4``, with a scale and a minimum for each 32
+            numbers; ``int8``, a scale an output channel; ``w8a8_int8``, where what is multiplied with them is int8 too,
+            with a scale for each 64 numbers; ``none``, as numbers of ``dtype``, whatever the checkpoint has; None as
+            the checkpoint has them.
         enforce_eager: whether a card gets each kernel from the host, rather than decoding steps as CUDA graphs.
         threads: how many compute together; None for all cores that this process may use.
         batch_invariant: refuse whatever would let a request's tokens depend on its batch. The fused decoder never does.
@@ -152,7 +155,7 @@ class EngineConfig:
     kv_quality_floor: Annotated[
         float | None,
         Flag(
-            "Refuse a codec, or w8a8_int8, under it: how often, as pagefold eval found, the likeliest token is that "
+            "Refuse a codec, w8a8_int8 or int4 under it: how often, as pagefold eval found, the likeliest token is that "
             "of auto. 0.97 for 8 bit and 0.95 for less if not given.",
             metavar="SHARE",
         ),
@@ -229,8 +232,11 @@ class EngineConfig:
     attention_backend: Annotated[AttentionBackend, Flag("auto, cpu, cuda or reference.")] = "auto"
     model_impl: Annotated[ModelImpl, Flag("Who computes the layers: auto, pagefold or transformers.")] = "auto"
     quantization: Annotated[
-        Literal["int8", "w8a8_int8"] | None,
-        Flag("int8: weights of a quarter of the size; w8a8_int8: products in int8 too."),
+        QuantizationName | None,
+        Flag(
+            "int4 or int8: weights of that many bits; w8a8_int8: products in int8 too; none: numbers of dtype, also of "
+            "a quantized checkpoint, which is computed with as it is otherwise."
+        ),
     ] = None
     enforce_eager: Annotated[bool, Flag("On a card, no CUDA graphs.")] = False
     threads: Annotated[int | None, Flag("Threads that compute; all cores if not given.")] = None
@@ -316,7 +322,7 @@ class EngineConfig:
         if self.kv_cache_dtype_skip_layers and self.kv_cache_dtype == "auto":
             msg = "kv_cache_dtype_skip_layers is set, but no layer's KV is encoded."
             raise ConfigError(msg, remedy="Leave it out, or give a kv_cache_dtype such as int8_per_token_head.")
-        one_of("quantization", self.quantization, (None, "int8", "w8a8_int8"))
+        one_of("quantization", self.quantization, (None, *get_args(QuantizationName)))
         one_of("eviction_policy", self.eviction_policy, ("default", *POLICIES))
         one_of("scheduling_policy", self.scheduling_policy, get_args(SchedulingPolicyName))
         one_of("admission", self.admission, get_args(Admission))
@@ -457,7 +463,7 @@ class EngineConfig:
             f"kv_transport_codec={self.kv_transport_codec}": bool(DROPPED_BITS[self.kv_transport_codec]),
             "kv_cache_dtype=kivi2": self.kv_cache_dtype == "kivi2",
             "kv_cache_dtype_skip_layers": bool(self.kv_cache_dtype_skip_layers),
-            "quantization": self.quantization is not None,
+            "quantization": self.quantization not in {None, "none"},
             "speculative_config": self.speculative_config is not None,
         }
         beside = next((name for name, is_set in others.items() if is_set), None)

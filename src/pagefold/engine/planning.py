@@ -261,7 +261,7 @@ def _check_fused(config: EngineConfig, spec: ModelSpec, not_fused: str) -> None:
     if config.model_impl == "pagefold":
         msg = f"model_impl is pagefold for {spec.folder.name}: the fused decoder does not go with {not_fused}."
         raise ConfigError(msg, remedy="Use model_impl=auto or transformers.")
-    wanted = "batch_invariant" if config.batch_invariant else "quantization" if config.quantization else ""
+    wanted = "batch_invariant" if config.batch_invariant else "quantization" if config.quantization not in {None, "none"} else ""
     if wanted:
         msg = f"{wanted} takes the fused decoder for {spec.folder.name}, and that does not go with {not_fused}."
         raise ConfigError(msg, remedy=f"Leave {wanted} out, or change that.")

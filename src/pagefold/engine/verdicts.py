@@ -188,9 +188,10 @@ def floor_of(config: EngineConfig) -> float:
 
 def format_floor_of(config: EngineConfig) -> float:
     """Return the least top-1 agreement of a number format that is served unforced; 0 where products are not rounded."""
-    if config.quantization != "w8a8_int8":
+    floors = {"w8a8_int8": _FLOOR_8_BIT, "int4": _FLOOR_LESS}
+    if config.quantization not in floors:
         return 0.0
-    return _FLOOR_8_BIT if config.kv_quality_floor is None else config.kv_quality_floor
+    return floors[config.quantization] if config.kv_quality_floor is None else config.kv_quality_floor
 
 
 def keep_floor_of(config: EngineConfig) -> float:

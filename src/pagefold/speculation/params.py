@@ -23,7 +23,7 @@ MAX_DRAFTS = 32
 """How many tokens a request's row may have beside its own."""
 
 _MOST_IN_A_STEP = 128
-_QUANTIZATIONS = "int8", "w8a8_int8", None
+_QUANTIZATIONS = "none", "int4", "int8", "w8a8_int8", None
 _MAX_LOOKUP = 32
 _MAX_SIZES = 8
 """How many lengths may be looked for: each is noted of every token."""
@@ -55,7 +55,7 @@ class SpeculativeParams:
     prompt_lookup_min: int = 2
     prompt_lookup_max: int = 5
     model: str | None = None
-    quantization: Literal["int8", "w8a8_int8"] | None = None
+    quantization: Literal["none", "int4", "int8", "w8a8_int8"] | None = None
     kv_cache_memory_bytes: int | None = None
     given: tuple[str, ...] = field(default=(), compare=False, repr=False)
 
@@ -72,7 +72,7 @@ class SpeculativeParams:
         if self.model is not None and not self.model:
             raise _bad("model", "empty", "left out where there is none")
         if self.quantization not in _QUANTIZATIONS:
-            raise _bad("quantization", repr(self.quantization), "int8, w8a8_int8, or left out")
+            raise _bad("quantization", repr(self.quantization), "none, int4, int8, w8a8_int8, or left out")
         if self.kv_cache_memory_bytes is not None and self.kv_cache_memory_bytes < 1:
             raise _bad("kv_cache_memory_bytes", self.kv_cache_memory_bytes, "a number of bytes, at least 1")
         if not self.given:  # else what is left out is not known yet

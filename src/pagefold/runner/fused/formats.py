@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import llvmlite.binding as llvm
 import numpy as np
 
+from pagefold.kernels.block_kinds import KINDS
+from pagefold.kernels.blocks import blocks_of
 from pagefold.kernels.emit import IS_WIDE
 from pagefold.kernels.floats import Floats, Int8Weights
 from pagefold.kernels.pairs import Pairs, bfloat16_pairs, round_to_bfloat16
@@ -15,13 +17,14 @@ from pagefold.kernels.quads import int8_quads
 from pagefold.kernels.rows import LANES
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
     from pagefold.kernels.formats import ProductFormat
 
-__all__ = ["DecoderFormats", "decoder_formats", "natural_dtype", "processor_lacks"]
+__all__ = ["EMBEDDING", "HEAD", "DecoderFormats", "decoder_formats", "natural_dtype", "processor_lacks"]
 
 
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _BFLOAT16_BELOW = 16
 """Bits of a float32 below those that it has as bfloat16."""
 
@@ -64,28 +67,40 @@ def natural_dtype() -> str:
     return "bfloat16" if bfloat16_pairs().is_native else "float32"
 
 
-def processor_lacks(dtype: str, quantization: str | None) -> str:
+def processor_lacks(dtype: str, quantization: str | None, kinds: Collection[str] = ()) -> str:
     """Return what this processor lacks without which nothing computes in the formats; empty if it has all.
 
-    Arguments are those of :func:`decoder_formats`.
+    Args:
+        dtype, quantization: as for :func:`decoder_formats`.
+        kinds: of what is computed with as it is stored.
     """
     features = llvm.get_host_cpu_features()
     if dtype == "bfloat16" and not features.get("fma"):  # without, it takes ten times as long as float32
         return "FMA, with which bfloat16 is computed"
     widening = "avx512bw" if IS_WIDE else "avx2"
-    if quantization == "w8a8_int8" and not features.get(widening):
-        return f"{widening.upper()}, with which w8a8_int8 is computed"
+    for name in (quantization, *sorted(set(kinds))):
+        if name in {"w8a8_int8", "int4", *KINDS} and not features.get(widening):
+            return f"{widening.upper()}, with which {name} is computed"
     return ""
 
 
-def decoder_formats(dtype: str, quantization: str | None) -> DecoderFormats:
+def decoder_formats(
+    dtype: str, quantization: str | None, stored_kinds: Mapping[str, str] = MappingProxyType({})
+) -> DecoderFormats:
     """Return the formats for what a config asks for.
 
     Args:
         dtype: ``float32`` or ``bfloat16``.
         quantization: as in the config.
+        stored_kinds: GGML's kinds of tensors that the checkpoint has quantized, by their names.
     """
     numbers = bfloat16_pairs() if dtype == "bfloat16" else Floats()
     if quantization == "w8a8_int8":
         return DecoderFormats(int8_quads(), numbers)
-    return DecoderFormats(Int8Weights() if quantization == "int8" else numbers, numbers)
+    if quantization == "int8":
+        return DecoderFormats(Int8Weights(), numbers)
+    if quantization == "int4":
+        vocabulary = rounded_blocks("Q8_0")
+        return DecoderFormats(rounded_blocks("Q4_1"), numbers, {HEAD: vocabulary, EMBEDDING: vocabulary})
+    stored = {name: blocks_of(kind) for name, kind in stored_kinds.items()} if quantization is None else {}
+    return DecoderFormats(numbers, numbers, stored)

@@ -24,9 +24,8 @@ if TYPE_CHECKING:
     from pagefold.runner.fused.families import FusedConfig
     from pagefold.runner.fused.formats import DecoderFormats
 
-__all__ = ["EMBEDDING", "HEAD", "SCORERS", "Layer", "Matrix", "Part", "Room", "Tensor", "layers_of", "vocabulary_of"]
+__all__ = ["SCORERS", "Layer", "Matrix", "Part", "Room", "Tensor", "layers_of", "vocabulary_of"]
 
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 SCORERS = "scorers"
 """What stands for the rows that score entries, which no checkpoint has."""
 

@@ -17,9 +17,11 @@ import numpy as np
 import torch
 
 from pagefold.config import available_cpus
+from pagefold.kernels.blocks import Blocks
 from pagefold.kernels.emit import FLOAT_BYTES
 from pagefold.runner.fused.checkpoint import Checkpoint
-from pagefold.runner.fused.matrices import EMBEDDING, HEAD, SCORERS, Room, layers_of, vocabulary_of
+from pagefold.runner.fused.formats import EMBEDDING, HEAD
+from pagefold.runner.fused.matrices import SCORERS, Room, layers_of, vocabulary_of
 from pagefold.runner.fused.rope import rope_tables
 
 if TYPE_CHECKING:
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from pagefold.files.stored_matrix import StoredMatrix
     from pagefold.runner.fused.families import FusedConfig
     from pagefold.runner.fused.formats import DecoderFormats
     from pagefold.runner.fused.matrices import Layer, Matrix, Tensor
@@ -195,6 +198,9 @@ def pack_model(
     @torch.inference_mode()
     def pack(matrix: Matrix, into: Panels, layer: int = 0) -> None:
         for part, panels in zip(matrix.parts, into, strict=True):
+            if isinstance(part.form, Blocks):
+                _pack_stored(part.form, [checkpoint.stored(one.name) for one in part.tensors], panels)
+                continue
             rows = [tensor(one, layer) for one in part.tensors]
             part.form.pack((torch.cat(rows) if len(rows) > 1 else rows[0]).numpy(), panels)
 
@@ -235,6 +241,15 @@ def pack_model(
     )
     longest = max(matrix.row_bytes for matrix in (head, *(matrix for layer in layers for matrix in layer)))
     return PackedModel(weights, of_layers, of_head, of_embedding, longest)
+
+
+def _pack_stored(form: Blocks, matrices: list[StoredMatrix], panels: NDArray[np.uint8]) -> None:
+    """Pack matrices one behind the other, as a checkpoint has them."""
+    if len(matrices) == 1:
+        form.pack_blocks(matrices[0].blocks, panels, matrices[0].row_order)
+        return
+    blocks = [one.blocks if one.row_order is None else one.blocks[one.row_order] for one in matrices]
+    form.pack_blocks(np.concatenate(blocks), panels)
 
 
 def _table(matrix: Matrix, panels: Panels, *, is_embedding: bool = False) -> NDArray[np.int64]:
