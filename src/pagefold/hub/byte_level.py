@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pagefold.hub.vocabulary import CONTROL, MATCHED_LITERALLY, USER_DEFINED, refuse_setting
 
 if TYPE_CHECKING:
-    from pagefold.hub.gguf import GgufFile
+    from pagefold.gguf.header import GgufHeader
     from pagefold.hub.vocabulary import Vocabulary
 
 __all__ = ["smollm_tokenizer"]
@@ -20,7 +20,7 @@ _BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": T
 _DIGITS = {"type": "Digits", "individual_digits": True}
 
 
-def smollm_tokenizer(gguf: GgufFile, vocabulary: Vocabulary) -> dict[str, Any]:
+def smollm_tokenizer(gguf: GgufHeader, vocabulary: Vocabulary) -> dict[str, Any]:
     """Return the content of ``tokenizer.json``.
 
     Raises:

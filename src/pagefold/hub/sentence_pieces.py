@@ -12,13 +12,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from pagefold.errors import UnsupportedModelError
-from pagefold.hub.gguf import GgufFormatError
+from pagefold.gguf.header import GgufFormatError
 from pagefold.hub.vocabulary import BYTE, CONTROL, MATCHED_LITERALLY, NORMAL, USER_DEFINED, refuse_setting
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pagefold.hub.gguf import GgufFile
+    from pagefold.gguf.header import GgufHeader
     from pagefold.hub.vocabulary import Vocabulary
 
 __all__ = ["sentence_piece_tokenizer"]
@@ -27,7 +27,7 @@ _SPACE = "▁"
 _REMEDY = "Use the model's original folder, which has a tokenizer.json."
 
 
-def sentence_piece_tokenizer(gguf: GgufFile, vocabulary: Vocabulary) -> dict[str, Any]:
+def sentence_piece_tokenizer(gguf: GgufHeader, vocabulary: Vocabulary) -> dict[str, Any]:
     """Return the content of ``tokenizer.json``.
 
     Raises:
@@ -84,7 +84,7 @@ def sentence_piece_tokenizer(gguf: GgufFile, vocabulary: Vocabulary) -> dict[str
     }
 
 
-def _respelled(gguf: GgufFile, vocabulary: Vocabulary) -> list[str]:
+def _respelled(gguf: GgufHeader, vocabulary: Vocabulary) -> list[str]:
     tokens = [
         token.replace(" ", _SPACE) if type_ == USER_DEFINED else token
         for token, type_ in zip(vocabulary.tokens, vocabulary.types, strict=True)
@@ -95,7 +95,7 @@ def _respelled(gguf: GgufFile, vocabulary: Vocabulary) -> list[str]:
     return tokens
 
 
-def _scores(gguf: GgufFile, num_tokens: int) -> list[float]:
+def _scores(gguf: GgufHeader, num_tokens: int) -> list[float]:
     scores = gguf.values("tokenizer.ggml.scores", float)
     if len(scores) != num_tokens:
         message = f"{gguf.path}: it has {num_tokens} tokens and {len(scores)} scores."
@@ -114,7 +114,7 @@ def _merges(tokens: Sequence[str], types: Sequence[int], scores: Sequence[float]
     return merges
 
 
-def _begin(gguf: GgufFile, vocabulary: Vocabulary) -> dict[str, Any] | None:
+def _begin(gguf: GgufHeader, vocabulary: Vocabulary) -> dict[str, Any] | None:
     """Return the post-processor that puts the first token before each text; None if there is none to put."""
     if not gguf.value("tokenizer.ggml.add_bos_token", bool, default=True):
         return None

@@ -18,20 +18,20 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from pagefold.hub.gguf import GgufFile
+    from pagefold.gguf.header import GgufHeader
     from pagefold.hub.vocabulary import Vocabulary
 
 __all__ = ["write_tokenizer_files"]
 
 # By GGUF's names of the kind and of the family.
-_TOKENIZERS: dict[tuple[str, str], Callable[[GgufFile, Vocabulary], dict[str, Any]]] = {
+_TOKENIZERS: dict[tuple[str, str], Callable[[GgufHeader, Vocabulary], dict[str, Any]]] = {
     ("gpt2", "smollm"): smollm_tokenizer,
     ("llama", "default"): sentence_piece_tokenizer,
 }
 _TOOL_TEMPLATES = {"smollm": SMOLLM2_TOOL_USE}
 
 
-def write_tokenizer_files(gguf: GgufFile, folder: Path) -> None:
+def write_tokenizer_files(gguf: GgufHeader, folder: Path) -> None:
     """Write ``tokenizer.json``, ``tokenizer_config.json`` and ``special_tokens_map.json`` into ``folder``.
 
     Raises:
