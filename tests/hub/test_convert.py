@@ -147,9 +147,10 @@ def test_what_is_written_changes_only_with_the_converters_version(
         ({"llama.rope.dimension_count": 8}, "rotates a part"),
         ({"llama.attention.value_length": 8}, "differ in length"),
         ({"tokenizer.ggml.model": "llama"}, "kind 'llama'"),
-        ({"tokenizer.ggml.pre": "qwen2"}, "family 'qwen2'"),
+        ({"tokenizer.ggml.model": "t5"}, "kind 't5'"),
+        ({"tokenizer.ggml.pre": "viking"}, "family 'viking'.*smollm, gpt-2, llama-bpe"),
         ({"tokenizer.ggml.pre": None}, "family 'none'"),
-        ({"tokenizer.ggml.add_bos_token": True}, "add_bos_token"),
+        ({"tokenizer.ggml.add_space_prefix": True}, "add_space_prefix"),
     ],
 )
 def test_models_that_would_be_converted_wrongly_are_refused(

@@ -28,12 +28,15 @@ __all__ = [
     "Weight",
     "check_keys",
     "check_tensors",
+    "positive",
+    "read_epsilon",
     "read_sizes",
     "refusal",
     "shortest",
     "weights_of_layers",
 ]
 
+_MOST = (1 << 31) - 1
 _Numbers = TypeVar("_Numbers", np.float32, np.int64)
 
 
@@ -144,6 +147,10 @@ def read_sizes(gguf: GgufHeader) -> Sizes:
     num_experts = gguf.value(f"{name}.expert_count", int, 0)
     if num_experts:
         raise refusal(gguf, f"it has {num_experts} experts")
+    num_tokens = len(gguf.values("tokenizer.ggml.tokens", str))
+    if num_tokens > embedding.shape[0]:
+        message = f"{gguf.path}: it has {num_tokens} tokens and {embedding.shape[0]} embeddings."
+        raise GgufFormatError(message)
     return Sizes(
         num_layers=num_layers,
         hidden_size=hidden_size,
@@ -153,6 +160,33 @@ def read_sizes(gguf: GgufHeader) -> Sizes:
         head_dim=head_dim,
         vocab_size=embedding.shape[0],
     )
+
+
+def positive(gguf: GgufHeader, key: str, default: int | None = None) -> int:
+    """Return a number of the header that counts something.
+
+    Raises:
+        GgufFormatError: it is missing, or counts nothing, or more than there can be.
+    """
+    number = gguf.value(key, int, default)
+    if not 0 < number <= _MOST:
+        message = f"{gguf.path}: {key} is {number}."
+        raise GgufFormatError(message)
+    return number
+
+
+def read_epsilon(gguf: GgufHeader) -> float:
+    """Return what keeps norms from dividing by zero.
+
+    Raises:
+        GgufFormatError: it is missing, or does not.
+    """
+    key = f"{gguf.value('general.architecture', str)}.attention.layer_norm_rms_epsilon"
+    epsilon = shortest(gguf.value(key, float))
+    if not 0 < epsilon < 1:
+        message = f"{gguf.path}: {key} is {epsilon}."
+        raise GgufFormatError(message)
+    return epsilon
 
 
 def _of_all_layers(gguf: GgufHeader, key: str, default: int | None = None) -> int:

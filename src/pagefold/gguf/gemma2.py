@@ -5,6 +5,7 @@ Norms of Gemma's multiply by 1 more than their weights; a file has the sum.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 from pagefold.gguf.architecture import (
@@ -12,10 +13,13 @@ from pagefold.gguf.architecture import (
     Weight,
     check_keys,
     check_tensors,
+    positive,
+    read_epsilon,
     read_sizes,
     refusal,
     shortest,
 )
+from pagefold.gguf.header import GgufFormatError
 from pagefold.gguf.llama import plain_layer, plain_weights
 from pagefold.gguf.rope import read_rope
 from pagefold.gguf.token_ids import special_token_ids
@@ -29,8 +33,8 @@ if TYPE_CHECKING:
 __all__ = ["GEMMA2", "gemma_config", "gemma_weights"]
 
 _KEYS = ("attention.sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
-_SCORES_CAP, _LOGITS_CAP = 50.0, 30.0
-"""Where a header has none."""
+_CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+"""With what they are where a header has none."""
 _NORMS = {
     "input_layernorm.weight": "attn_norm.weight",
     "post_attention_layernorm.weight": "post_attention_norm.weight",
@@ -82,10 +86,10 @@ def gemma_config(
         "hidden_activation": "gelu_pytorch_tanh",
         "attn_logit_softcapping": None,
         "final_logit_softcapping": None,
-        "max_position_embeddings": gguf.value(f"{name}.context_length", int),
-        "sliding_window": gguf.value(f"{name}.attention.sliding_window", int),
+        "max_position_embeddings": positive(gguf, f"{name}.context_length"),
+        "sliding_window": positive(gguf, f"{name}.attention.sliding_window"),
         "layer_types": layer_types,
-        "rms_norm_eps": shortest(gguf.value(f"{name}.attention.layer_norm_rms_epsilon", float)),
+        "rms_norm_eps": read_epsilon(gguf),
         **ropes,
         "attention_bias": False,
         "use_bidirectional_attention": False,
@@ -120,9 +124,16 @@ def _config(gguf: GgufFile) -> dict[str, Any]:
     layer_types = [("sliding_attention", "full_attention")[layer % 2] for layer in range(sizes.num_layers)]
     ropes = {"rope_theta": rope["rope_theta"], "rope_parameters": rope}
     return gemma_config(gguf, sizes, "Gemma2ForCausalLM", layer_types, ropes) | {
-        "attn_logit_softcapping": shortest(gguf.value("gemma2.attn_logit_softcapping", float, _SCORES_CAP)),
-        "final_logit_softcapping": shortest(gguf.value("gemma2.final_logit_softcapping", float, _LOGITS_CAP)),
+        name: _cap(gguf, f"gemma2.{name}", usual) for name, usual in _CAPS.items()
     }
+
+
+def _cap(gguf: GgufFile, key: str, usual: float) -> float:
+    cap = shortest(gguf.value(key, float, usual))
+    if not 0 < cap < math.inf:
+        message = f"{gguf.path}: {key} is {cap}."
+        raise GgufFormatError(message)
+    return cap
 
 
 def _weights(gguf: GgufFile, config: Mapping[str, Any]) -> dict[str, Weight]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from pagefold.gguf.architecture import Architecture, Weight, check_keys, check_tensors, read_sizes, refusal, shortest
+from pagefold.gguf.architecture import Architecture, Weight, check_keys, check_tensors, read_sizes, refusal
 from pagefold.gguf.gemma2 import gemma_config, gemma_weights
-from pagefold.gguf.rope import read_rope
+from pagefold.gguf.rope import read_rope, read_theta
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -30,7 +30,7 @@ def _config(gguf: GgufFile) -> dict[str, Any]:
     kinds = ["sliding_attention" if (layer + 1) % period else "full_attention" for layer in range(sizes.num_layers)]
     # What scales positions does so where a layer sees everything.
     rope = read_rope(gguf, sizes.head_dim, _THETA)
-    theta_in_windows = shortest(gguf.value("gemma3.rope.freq_base_swa", float, _THETA_IN_WINDOWS))
+    theta_in_windows = read_theta(gguf, _THETA_IN_WINDOWS, "rope.freq_base_swa")
     # In both spellings: transformers 5 reads the last, what was written for 4 reads the two others.
     ropes = {
         "rope_theta": rope["rope_theta"],

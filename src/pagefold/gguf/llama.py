@@ -12,9 +12,10 @@ from pagefold.gguf.architecture import (
     Weight,
     check_keys,
     check_tensors,
+    positive,
+    read_epsilon,
     read_sizes,
     refusal,
-    shortest,
     weights_of_layers,
 )
 from pagefold.gguf.rope import FREQUENCIES, read_rope
@@ -49,8 +50,8 @@ def plain_config(gguf: GgufFile, family: str, class_name: str, *ends: str, **own
         "model_type": family,
         **sizes.as_config(),
         "hidden_act": "silu",
-        "max_position_embeddings": gguf.value(f"{name}.context_length", int),
-        "rms_norm_eps": shortest(gguf.value(f"{name}.attention.layer_norm_rms_epsilon", float)),
+        "max_position_embeddings": positive(gguf, f"{name}.context_length"),
+        "rms_norm_eps": read_epsilon(gguf),
         # In both spellings: transformers 5 reads the second, what was written for 4 reads the first.
         "rope_theta": rope["rope_theta"],
         "rope_parameters": rope,

@@ -8,7 +8,17 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from pagefold.gguf.architecture import Architecture, Weight, check_keys, check_tensors, read_sizes, refusal, shortest
+from pagefold.gguf.architecture import (
+    Architecture,
+    Weight,
+    check_keys,
+    check_tensors,
+    positive,
+    read_epsilon,
+    read_sizes,
+    refusal,
+    shortest,
+)
 from pagefold.gguf.header import GgufFormatError
 from pagefold.gguf.llama import plain_weights
 from pagefold.gguf.rope import read_theta
@@ -23,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["PHI3"]
 
 _KEYS = ("attention.sliding_window",)
+_WINDOW = "phi3.attention.sliding_window"
 _LONG, _SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 _TOLERANCE = 1e-5
 
@@ -32,8 +43,8 @@ def _config(gguf: GgufFile) -> dict[str, Any]:
     sizes = read_sizes(gguf)
     if sizes.num_heads * sizes.head_dim != sizes.hidden_size:
         raise refusal(gguf, f"its {sizes.num_heads} heads of {sizes.head_dim} are not {sizes.hidden_size} wide")
-    max_positions = gguf.value("phi3.context_length", int)
-    original = gguf.value("phi3.rope.scaling.original_context_length", int, max_positions)
+    max_positions = positive(gguf, "phi3.context_length")
+    original = positive(gguf, "phi3.rope.scaling.original_context_length", max_positions)
     return {
         "architectures": ["Phi3ForCausalLM"],
         "model_type": "phi3",
@@ -41,8 +52,8 @@ def _config(gguf: GgufFile) -> dict[str, Any]:
         "hidden_act": "silu",
         "max_position_embeddings": max_positions,
         "original_max_position_embeddings": original,
-        "sliding_window": gguf.value("phi3.attention.sliding_window", int, 0) or None,
-        "rms_norm_eps": shortest(gguf.value("phi3.attention.layer_norm_rms_epsilon", float)),
+        "sliding_window": positive(gguf, _WINDOW) if gguf.value(_WINDOW, int, 0) else None,
+        "rms_norm_eps": read_epsilon(gguf),
         "rope_parameters": _rope(gguf, sizes, max_positions, original),
         "tie_word_embeddings": "output.weight" not in gguf.tensors,
         **special_token_ids(gguf, "<|endoftext|>"),
@@ -77,14 +88,25 @@ def _rope(gguf: GgufFile, sizes: Sizes, max_positions: int, original: int) -> di
             raise GgufFormatError(message)
     rope |= {
         "rope_type": "longrope",
-        "long_factor": [shortest(number) for number in gguf.read(_LONG).tolist()],
-        "short_factor": [shortest(number) for number in gguf.read(_SHORT).tolist()],
+        "long_factor": _factors(gguf, _LONG),
+        "short_factor": _factors(gguf, _SHORT),
         "original_max_position_embeddings": original,
     }
     # What cosines and sines are multiplied by; transformers computes the same where nothing is said.
     usual = math.sqrt(1 + math.log(max_positions / original) / math.log(original))
     factor = gguf.value("phi3.rope.scaling.attn_factor", float, usual)
+    if not 0 < factor < math.inf:
+        message = f"{gguf.path}: its cosines and sines are multiplied by {factor}."
+        raise GgufFormatError(message)
     return rope if abs(factor - usual) < _TOLERANCE else rope | {"attention_factor": shortest(factor)}
+
+
+def _factors(gguf: GgufFile, name: str) -> list[float]:
+    factors = [shortest(number) for number in gguf.read(name).tolist()]
+    if not all(0 < factor < math.inf for factor in factors):
+        message = f"{gguf.path}: {name} has factors that no rope has."
+        raise GgufFormatError(message)
+    return factors
 
 
 def _weights(gguf: GgufFile, config: Mapping[str, Any]) -> dict[str, Weight]:

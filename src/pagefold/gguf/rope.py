@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pagefold.gguf.architecture import refusal, shortest
+from pagefold.gguf.architecture import positive, refusal, shortest
 from pagefold.gguf.header import GgufFormatError
 
 if TYPE_CHECKING:
@@ -24,17 +24,17 @@ FREQUENCIES = "rope_freqs.weight"
 _THETA = 10_000.0
 """Where a header has none."""
 _LOW_FREQUENCY, _HIGH_FREQUENCY, _ORIGINAL_POSITIONS = 1.0, 4.0, 8192
-"""Of all Llama 3's: 3.1, 3.2 and 3.3 differ in nothing but the factor."""
+"""Of all Llama 3's: 3.1, 3.2 and 3.3 differ in nothing but the factor. Who made one of their own kept the first two."""
 _TOLERANCE = 1e-5
 
 
-def read_theta(gguf: GgufHeader, default: float = _THETA) -> float:
+def read_theta(gguf: GgufHeader, default: float = _THETA, key: str = "rope.freq_base") -> float:
     """Return the base of the wavelengths; ``default`` where the header has none.
 
     Raises:
         GgufFormatError: it is none.
     """
-    theta = shortest(gguf.value(f"{gguf.value('general.architecture', str)}.rope.freq_base", float, default))
+    theta = shortest(gguf.value(f"{gguf.value('general.architecture', str)}.{key}", float, default))
     if not 0 < theta < math.inf:
         message = f"{gguf.path}: a rope with the base {theta}."
         raise GgufFormatError(message)
@@ -69,11 +69,19 @@ def read_rope(gguf: GgufFile, head_dim: int, default_theta: float = _THETA) -> d
 
 
 def _factor(gguf: GgufFile, name: str) -> float:
-    factor = shortest(gguf.value(f"{name}.rope.scaling.factor", float))
-    if not 1 <= factor < math.inf:
+    factor = _finite(gguf, f"{name}.rope.scaling.factor")
+    if factor < 1:
         message = f"{gguf.path}: its positions are scaled by {factor}."
         raise GgufFormatError(message)
     return factor
+
+
+def _finite(gguf: GgufHeader, key: str, default: float | None = None) -> float:
+    number = shortest(gguf.value(key, float, default))
+    if not 0 < number < math.inf:
+        message = f"{gguf.path}: {key} is {number}."
+        raise GgufFormatError(message)
+    return number
 
 
 def _linear(gguf: GgufFile, name: str) -> dict[str, Any]:
@@ -83,19 +91,16 @@ def _linear(gguf: GgufFile, name: str) -> dict[str, Any]:
 
 def _yarn(gguf: GgufFile, name: str) -> dict[str, Any]:
     factor = _factor(gguf, name)
-    original = gguf.value(f"{name}.rope.scaling.original_context_length", int)
-    if original < 1:
-        message = f"{gguf.path}: its yarn begins from {original} positions."
-        raise GgufFormatError(message)
+    original = positive(gguf, f"{name}.rope.scaling.original_context_length")
     for key in ("yarn_ext_factor", "yarn_attn_factor"):
         if gguf.value(f"{name}.rope.scaling.{key}", float, 1.0) != 1:
             raise refusal(gguf, f"its yarn has a {key}")
     found = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
     for ours, theirs in {"beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}.items():
         if f"{name}.rope.scaling.{theirs}" in gguf.metadata:
-            found[ours] = shortest(gguf.value(f"{name}.rope.scaling.{theirs}", float))
+            found[ours] = _finite(gguf, f"{name}.rope.scaling.{theirs}", 1.0)
     # llama.cpp multiplies by it what yarn multiplies cosines and sines by.
-    more = shortest(gguf.value(f"{name}.rope.scaling.attn_factor", float, 1.0))
+    more = _finite(gguf, f"{name}.rope.scaling.attn_factor", 1.0)
     if more != 1:
         found["attention_factor"] = more * (0.1 * math.log(factor) + 1)
     return found
@@ -107,24 +112,40 @@ def _llama3(gguf: GgufFile, theta: float, head_dim: int) -> dict[str, Any]:
         message = f"{gguf.path}: {FREQUENCIES} has the shape {gguf.tensors[FREQUENCIES].shape}."
         raise GgufFormatError(message)
     divisors = gguf.read(FREQUENCIES).astype(np.float64)
+    if not (np.isfinite(divisors).all() and (divisors >= 1).all()):
+        raise refusal(gguf, f"{FREQUENCIES} is of no Llama 3")
     if (divisors == 1).all():
         return {"rope_type": "default"}
     factor = shortest(float(divisors.max()))
-    found = _llama3_divisors(theta, head_dim, factor)
-    if not np.allclose(divisors, found, rtol=_TOLERANCE, atol=0):
-        raise refusal(gguf, f"{FREQUENCIES} is of no Llama 3")
-    return {
-        "rope_type": "llama3",
-        "factor": factor,
-        "low_freq_factor": _LOW_FREQUENCY,
-        "high_freq_factor": _HIGH_FREQUENCY,
-        "original_max_position_embeddings": _ORIGINAL_POSITIONS,
-    }
-
-
-def _llama3_divisors(theta: float, head_dim: int, factor: float) -> NDArray[np.float64]:
-    """Return what frequencies are divided by: 1 for short wavelengths, ``factor`` for long ones, else in between."""
     frequencies = theta ** -(np.arange(0, head_dim, 2) / head_dim)
-    turns = _ORIGINAL_POSITIONS * frequencies / (2 * math.pi)
+    for original in (_ORIGINAL_POSITIONS, _original_positions(divisors, frequencies, factor)):
+        if np.allclose(divisors, _llama3_divisors(frequencies, factor, original), rtol=_TOLERANCE, atol=0):
+            return {
+                "rope_type": "llama3",
+                "factor": factor,
+                "low_freq_factor": _LOW_FREQUENCY,
+                "high_freq_factor": _HIGH_FREQUENCY,
+                "original_max_position_embeddings": original,
+            }
+    raise refusal(gguf, f"{FREQUENCIES} is of no Llama 3")
+
+
+def _llama3_divisors(frequencies: NDArray[np.float64], factor: float, original: int) -> NDArray[np.float64]:
+    """Return what frequencies are divided by: 1 for short wavelengths, ``factor`` for long ones, else in between."""
+    turns = original * frequencies / (2 * math.pi)
     share = np.clip((turns - _LOW_FREQUENCY) / (_HIGH_FREQUENCY - _LOW_FREQUENCY), 0, 1)
-    return 1 / ((1 - share) / factor + share)
+    found: NDArray[np.float64] = 1 / ((1 - share) / factor + share)
+    return found
+
+
+def _original_positions(divisors: NDArray[np.float64], frequencies: NDArray[np.float64], factor: float) -> int:
+    """Return from how many positions a rope was stretched, by the first of its divisors that is in between; 1 of none.
+
+    It is the other way round of :func:`_llama3_divisors`.
+    """
+    between = (divisors > 1) & (divisors < factor * (1 - _TOLERANCE))
+    if not between.any():
+        return 1
+    share = (1 / divisors[between][0] - 1 / factor) / (1 - 1 / factor)
+    turns = _LOW_FREQUENCY + share * (_HIGH_FREQUENCY - _LOW_FREQUENCY)
+    return max(round(turns * 2 * math.pi / frequencies[between][0]), 1)

@@ -16,14 +16,15 @@ __all__ = [
     "CONTROL",
     "MATCHED_LITERALLY",
     "NORMAL",
+    "UNKNOWN",
     "USER_DEFINED",
     "Vocabulary",
     "read_vocabulary",
     "refuse_setting",
 ]
 
-# GGML's types of tokens. Control and user-defined ones are matched in the text before merges see it.
-NORMAL, CONTROL, USER_DEFINED, BYTE = 1, 3, 4, 6
+# GGML's types of tokens. Unknown, control and user-defined ones are matched in the text before merges see it.
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 
 # GGUF's names for the ids of special tokens, and transformers'.
 _SPECIAL_TOKENS = {
