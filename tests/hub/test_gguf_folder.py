@@ -112,6 +112,13 @@ def sum_of_elements(folder: Path) -> int:
     return int(config["num_hidden_layers"] * layer + vocab * hidden + hidden)
 
 
+def test_the_real_file_says_what_its_converted_folder_says(real_gguf: Path, real_folder: Path, tmp_path: Path) -> None:
+    folder = resolve(str(real_gguf), tmp_path)
+    for name in FILES - {"model.gguf", "pagefold.json"}:
+        assert (folder / name).read_bytes() == (real_folder / name).read_bytes(), name
+    assert num_elements(folder / "model.gguf") == num_elements(real_folder / "model.safetensors")
+
+
 def test_a_model_of_the_catalog_can_be_served_as_it_is(
     tiny_gguf: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -22,7 +23,6 @@ from pagefold.hub import remote
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 COMMIT = "a" * 40
 REPO = "org/name-GGUF"
@@ -105,8 +105,7 @@ def test_a_file_is_fetched_and_served_as_it_is(tiny_gguf: Callable[..., Path], t
     assert again.returncode == 0, again.stderr
     folder = again.stdout.strip()
     assert got.stdout.strip().endswith(folder)
-    with open(f"{folder}/model.gguf", "rb") as file:
-        assert file.read() == content
+    assert (Path(folder) / "model.gguf").read_bytes() == content
 
 
 @pytest.mark.parametrize(
@@ -130,12 +129,12 @@ def test_which_file_is_meant(which: str, name: str) -> None:
         ("K_M", "has no GGUF file 'K_M'"),
         ("Q6_K", "in 2 parts, which are not read as they are"),
         ("F16", "has no GGUF file 'F16'"),  # what translates pictures is no model
-        ("", "GGUF files that '' may mean"),
+        ("Q3_K_S", "has 2 GGUF files that 'Q3_K_S' may mean: x-Q3_K_S.gguf, y-Q3_K_S.gguf"),
     ],
 )
 def test_what_is_none_or_several_is_refused(which: str, says: str) -> None:
     with pytest.raises(ModelNotFoundError, match=says) as refused:
-        remote._choose(REPO, [*NAMES, "x-.gguf", "y-.gguf"], which)
+        remote._choose(REPO, [*NAMES, "x-Q3_K_S.gguf", "y-Q3_K_S.gguf"], which)
     assert f"{REPO}:name-Q8_0.gguf" in refused.value.remedy
 
 

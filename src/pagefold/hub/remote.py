@@ -62,7 +62,6 @@ def fetch(repo_id: str) -> Path:
         if not files:
             raise
         message, remedy = error.message, f"Name one of its GGUF files: {_named(repo_id, files)}"
-        message, remedy = error.message, f"Name one of its GGUF files: {_named(repo_id, files)}"
         raise ModelNotFoundError(message, remedy=remedy) from None
     return folder
 
@@ -90,7 +89,8 @@ def fetch_gguf(repo_id: str, which: str) -> Path:
     try:
         return Path(huggingface_hub.hf_hub_download(repo_id, name))
     except Exception as error:
-        raise _not_whole(f"{name} of {repo_id}", error) from error
+        what = f"{name} of {repo_id}"
+        raise _not_whole(what, error) from error
 
 
 def _choose(repo_id: str, names: Sequence[str], which: str) -> str:
