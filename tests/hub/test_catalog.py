@@ -18,9 +18,9 @@ import pytest
 
 from pagefold import errors
 from pagefold.errors import ConfigError, LicenseNotAcceptedError, ModelNotFoundError
+from pagefold.gguf.header import GgufError
 from pagefold.hub import catalog
 from pagefold.hub.catalog import CATALOG, Terms, resolve
-from pagefold.hub.gguf import GgufError
 from pagefold.hub.wheel import FileInWheel
 from pagefold.hub.wheel_parts import FileInWheels
 

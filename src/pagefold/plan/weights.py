@@ -111,12 +111,12 @@ def stored_dtype(quantization: str) -> WeightDtype:
 
 
 def count_parameters(folder: Path) -> int | None:
-    """Return the elements of all tensors in a folder's safetensors, from their headers; None without such files.
+    """Return the elements of all tensors in a folder's safetensors or GGUF, from headers; None without such files.
 
     Raises:
         ModelNotFoundError: a file is not there, or not whole.
     """
     files = find_weight_files(folder)
-    if not files or files[0].suffix != ".safetensors":
+    if not files or files[0].suffix not in (".safetensors", ".gguf"):
         return None
     return sum(num_elements(file) for file in files)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from pagefold.errors import UnsupportedModelError
+from pagefold.files.weights import find_weight_files
+from pagefold.runner.fused.checkpoint import Checkpoint
 from pagefold.runner.turned_queries import NO_TURNS, StepTurns
 
 if TYPE_CHECKING:
@@ -90,9 +92,11 @@ def load_model(folder: Path, dtype: torch.dtype, device: str = "cpu", *, attenti
     """
     name = attention or register_attention()
     try:
-        model, found = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, attn_implementation=name, output_loading_info=True, **_experts(dtype)
-        )
+        settings = {"dtype": dtype, "attn_implementation": name, "output_loading_info": True, **_experts(dtype)}
+        if any(file.suffix == ".gguf" for file in find_weight_files(folder)):
+            model, found = _load_tensors(folder, dtype, settings)
+        else:
+            model, found = AutoModelForCausalLM.from_pretrained(folder, **settings)
     except RuntimeError as error:  # shapes that differ, among others
         msg = f"transformers cannot load the weights of {folder}: {' '.join(str(error).split())[:_MAX_WHY]}"
         raise UnsupportedModelError(msg, remedy=_REMEDY) from error
@@ -107,6 +111,20 @@ def load_model(folder: Path, dtype: torch.dtype, device: str = "cpu", *, attenti
 def odd_arguments(arguments: Mapping[str, object]) -> list[str]:
     """Return which arguments of a layer's attention may change what it must compute, and none of ours reads."""
     return sorted(name for name in arguments.keys() - _HARMLESS_ARGUMENTS if arguments[name] is not None)
+
+
+def _load_tensors(folder: Path, dtype: torch.dtype, settings: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Let transformers make a model of tensors that lie in a file which it would read otherwise.
+
+    They are made in the dtype of the weights, so that they are there once.
+    """
+    checkpoint = Checkpoint(folder)
+    tensors = {name: checkpoint.tensor(name).to(dtype) for name in checkpoint.names()}
+    config = AutoConfig.from_pretrained(folder)
+    model, found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
+        None, config=config, state_dict=tensors, **settings
+    )
+    return model, found
 
 
 def _experts(dtype: torch.dtype) -> dict[str, str]:

@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from safetensors import safe_open
 
-from pagefold.errors import UnsupportedModelError
+from pagefold.errors import PagefoldError, UnsupportedModelError
+from pagefold.files.stored_matrix import StoredMatrix
 from pagefold.files.weights import find_weight_files
+from pagefold.gguf.architectures import find_architecture
+from pagefold.gguf.file import GgufFile
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
     from pathlib import Path
 
 __all__ = ["Checkpoint"]
@@ -32,7 +35,8 @@ class Checkpoint:
 
     Raises:
         ModelNotFoundError: a file is not there.
-        UnsupportedModelError: one cannot be read.
+        GgufError: a GGUF file is damaged.
+        UnsupportedModelError: a file cannot be read.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -40,7 +44,9 @@ class Checkpoint:
         self._files: dict[str, _File] = {}
         for path in find_weight_files(folder):
             try:
-                file = _Safetensors(path) if path.suffix == ".safetensors" else _Pickled(path)
+                file = _KINDS.get(path.suffix, _Pickled)(path)
+            except PagefoldError:
+                raise  # it says more than we could
             except Exception as error:  # a damaged pickle can raise anything
                 why = " ".join(str(error).split()) or type(error).__name__
                 msg = f"{path} cannot be read: {why[:_MAX_WHY]}"
@@ -72,6 +78,15 @@ class Checkpoint:
         stored = self._stored(name)
         return self._files[stored].tensor(stored).to(torch.float32)
 
+    def stored(self, name: str) -> StoredMatrix | None:
+        """Return a matrix as its file has it, where that is quantized; None where :meth:`tensor` loses nothing."""
+        stored = self._stored(name)
+        return self._files[stored].stored(stored)
+
+    def names(self) -> list[str]:
+        """Return the names of all tensors, as the files have them."""
+        return list(self._files)
+
     def _stored(self, name: str) -> str:
         """Return the name under which the files have it."""
         return name if name in self._files else name.removeprefix(_BASE)
@@ -83,6 +98,8 @@ class _File(Protocol):
     def shape(self, name: str) -> tuple[int, ...]: ...
 
     def tensor(self, name: str) -> torch.Tensor: ...
+
+    def stored(self, name: str) -> StoredMatrix | None: ...
 
 
 class _Safetensors:
@@ -98,6 +115,9 @@ class _Safetensors:
     def tensor(self, name: str) -> torch.Tensor:
         tensor: torch.Tensor = self._opened.get_tensor(name)
         return tensor
+
+    def stored(self, name: str) -> StoredMatrix | None:  # noqa: ARG002 - none is
+        return None
 
 
 class _Pickled:
@@ -116,3 +136,37 @@ class _Pickled:
 
     def tensor(self, name: str) -> torch.Tensor:
         return self._tensors[name].detach()
+
+    def stored(self, name: str) -> StoredMatrix | None:  # noqa: ARG002 - none is
+        return None
+
+
+class _Gguf:
+    """A file that stays mapped: whoever has a matrix as it lies there has no copy of it."""
+
+    def __init__(self, path: Path) -> None:
+        self._opened = GgufFile(path)
+        architecture = find_architecture(self._opened)
+        self._weights = architecture.weights(self._opened, architecture.config(self._opened))
+
+    def names(self) -> Iterable[str]:
+        return self._weights.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._weights[name].shape
+
+    def tensor(self, name: str) -> torch.Tensor:
+        weight = self._weights[name]
+        return torch.from_numpy(weight.of_model(self._opened.read(weight.gguf_name)))
+
+    def stored(self, name: str) -> StoredMatrix | None:
+        weight = self._weights[name]
+        kind = self._opened.tensors[weight.gguf_name].kind
+        if not kind.is_quantized or len(weight.shape) != 2:  # noqa: PLR2004 - a matrix
+            return None
+        num_rows, num_columns = weight.shape
+        blocks = self._opened.blocks(weight.gguf_name)
+        return StoredMatrix(kind.name, (num_rows, num_columns), blocks, weight.row_order())
+
+
+_KINDS: dict[str, Callable[[Path], _File]] = {".safetensors": _Safetensors, ".gguf": _Gguf}
