@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from pagefold.errors import UnsupportedModelError
+from pagefold.files.json_object import read_json_object
+from pagefold.runner.fused.checkpoint import Checkpoint
 from pagefold.runner.turned_queries import NO_TURNS, StepTurns
 
 if TYPE_CHECKING:
@@ -78,6 +80,7 @@ def load_model(folder: Path, dtype: torch.dtype, device: str = "cpu", *, attenti
     """Load the model of ``folder`` for inference on ``device``, with paged attention.
 
     No mask function is registered under our name, so transformers builds no mask: causality is our attention's.
+    Quantized matrices are dequantized first: transformers gets the model that they stand for.
 
     Args:
         folder: the model's.
@@ -87,11 +90,18 @@ def load_model(folder: Path, dtype: torch.dtype, device: str = "cpu", *, attenti
 
     Raises:
         UnsupportedModelError: the weights are not those of the config's model: transformers would make up what lacks.
+            Or what is stored of a quantized matrix contradicts itself.
     """
     name = attention or register_attention()
+    source = _source(folder, dtype)
     try:
-        model, found = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, attn_implementation=name, output_loading_info=True, **_experts(dtype)
+        model, found = source.kind.from_pretrained(
+            source.folder,
+            **source.tensors,
+            dtype=dtype,
+            attn_implementation=name,
+            output_loading_info=True,
+            **_experts(dtype),
         )
     except RuntimeError as error:  # shapes that differ, among others
         msg = f"transformers cannot load the weights of {folder}: {' '.join(str(error).split())[:_MAX_WHY]}"
@@ -102,6 +112,30 @@ def load_model(folder: Path, dtype: torch.dtype, device: str = "cpu", *, attenti
         raise UnsupportedModelError(msg, remedy=_REMEDY)
     model.eval()
     return model.to(device)
+
+
+class _Source(NamedTuple):
+    """From what transformers loads a model.
+
+    Attributes:
+        kind: the class that does.
+        folder: the model's; None where it gets tensors.
+        tensors: arguments that hold them, and their config.
+    """
+
+    kind: Any
+    folder: Path | None
+    tensors: Mapping[str, Any]
+
+
+def _source(folder: Path, dtype: torch.dtype) -> _Source:
+    """Return the folder, or the dequantized tensors of one that is quantized."""
+    if not read_json_object(folder / "config.json").get("quantization_config"):
+        return _Source(AutoModelForCausalLM, folder, {})
+    config = AutoConfig.from_pretrained(folder)
+    del config.quantization_config
+    tensors = Checkpoint(folder).dequantized(dtype)
+    return _Source(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], None, {"config": config, "state_dict": tensors})
 
 
 def odd_arguments(arguments: Mapping[str, object]) -> list[str]:
