@@ -58,7 +58,7 @@ class Folders(NamedTuple):
 
 
 def draw(random, shape, *, bits, size, zero=None, scale=np.float16, ordered=False, signed=False) -> Coded:
-    """Draw a matrix with codes of so many bits in groups of ``size`` columns; zero points are random without ``zero``."""
+    """Draw a matrix with codes of so many bits in groups of ``size`` columns, with random zero points if not given."""
     num_rows, num_columns = shape
     num_groups = -(-num_columns // size)
     least = -(1 << bits - 1) if signed else 0
@@ -294,6 +294,7 @@ FORMATS: dict[str, Callable[[], tuple[dict[str, Any], Any]]] = {
     "gptq v2": lambda: gptq(4, 64, form="gptq_v2"),
     "gptq v2 of 8 bit": lambda: gptq(8, 16, form="gptq_v2"),
     "gptq without zero points": lambda: gptq(4, 32, zero=8),
+    "gptq of 8 bit without zero points": lambda: gptq(8, 32, zero=128),
     "gptq in order of activations": lambda: gptq(4, 32, ordered=True),
     "gptq of 8 bit in order of activations": lambda: gptq(8, 16, ordered=True, form="gptq_v2"),
     "gptq in groups that do not divide": lambda: gptq(4, 40),

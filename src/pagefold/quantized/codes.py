@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from pagefold.quantized.layout import MatrixLayout, Packed
 
-__all__ = ["CodedRows", "coded_rows", "settled"]
+__all__ = ["CodedRows", "Groups", "coded_rows", "groups_of", "settled"]
 
 _ELEMENTS_AT_ONCE = 1 << 22
 """About so many are unpacked at once, which takes some 50 MB."""
@@ -37,6 +37,20 @@ class CodedRows(NamedTuple):
     zeros: torch.Tensor | None
     scales: torch.Tensor
     groups: torch.Tensor
+
+
+class Groups(NamedTuple):
+    """Scales and zero points of a matrix: R groups of rows, C of columns.
+
+    Attributes:
+        zeros: int32 ``[R, C]``; None where there are none to take off.
+        scales: float32 ``[R, C]``.
+        columns: int64 ``[K]``: which of the C groups each column is in.
+    """
+
+    zeros: torch.Tensor | None
+    scales: torch.Tensor
+    columns: torch.Tensor
 
 
 def settled(layout: MatrixLayout, read: Callable[[str], torch.Tensor]) -> MatrixLayout:
@@ -64,6 +78,20 @@ def settled(layout: MatrixLayout, read: Callable[[str], torch.Tensor]) -> Matrix
     return exact
 
 
+def groups_of(layout: MatrixLayout, read: Callable[[str], torch.Tensor]) -> Groups:
+    """Return scales and zero points of a matrix; its codes are not read.
+
+    Args:
+        layout: of it; see :func:`settled`.
+        read: returns a stored tensor.
+
+    Raises:
+        UnsupportedModelError: a column is in a group that is not there.
+    """
+    columns = _columns(layout, layout.scales.shape(layout.shape)[1], read)
+    return Groups(_zeros(layout, read), _scales(layout, read), columns)
+
+
 def coded_rows(layout: MatrixLayout, read: Callable[[str], torch.Tensor]) -> Iterator[CodedRows]:
     """Yield all rows of a matrix, some at a time, in their order.
 
@@ -75,9 +103,7 @@ def coded_rows(layout: MatrixLayout, read: Callable[[str], torch.Tensor]) -> Ite
         UnsupportedModelError: a column is in a group that is not there.
     """
     num_rows, num_columns = layout.shape
-    num_groups = layout.scales.shape(layout.shape)[1]
-    codes, groups = read(layout.codes.name), _groups(layout, num_groups, read)
-    scales, zeros = _scales(layout, read), _zeros(layout, read)
+    groups, codes = groups_of(layout, read), read(layout.codes.name)
     at_once = max(32, _ELEMENTS_AT_ONCE // num_columns // 32 * 32)  # whole words, however they lie
     for start in range(0, num_rows, at_once):
         end = min(num_rows, start + at_once)
@@ -85,13 +111,13 @@ def coded_rows(layout: MatrixLayout, read: Callable[[str], torch.Tensor]) -> Ite
         yield CodedRows(
             start,
             _unpacked(layout.codes, codes, start, end)[:, :num_columns],
-            None if zeros is None else zeros[grid_rows],
-            scales[grid_rows],
-            groups,
+            None if groups.zeros is None else groups.zeros[grid_rows],
+            groups.scales[grid_rows],
+            groups.columns,
         )
 
 
-def _groups(layout: MatrixLayout, num_groups: int, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
+def _columns(layout: MatrixLayout, num_groups: int, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
     if not layout.group_of_column:
         return torch.arange(layout.shape[1]) // layout.scales.columns
     groups = read(layout.group_of_column).to(torch.int64)

@@ -291,7 +291,8 @@ def _plain(module: str, stored: StoredTensors, part: Part, scheme: Scheme) -> Ma
     if _CODES.get(part.dtype) != scheme.type:
         msg = f"{name} is of {part.dtype}, where the config says {scheme.name}"
         raise damaged(msg)
-    layout = MatrixLayout(matrix_of(stored, name, [part.dtype]), Packed(name), Grid("", 1, 1))
+    codes = Packed(name, is_float=scheme.type == "float")
+    layout = MatrixLayout(matrix_of(stored, name, [part.dtype]), codes, Grid("", 1, 1))
     layout = _with_scales(module, stored, scheme, layout)
     if not scheme.is_symmetric or f"{module}.weight_zero_point" in stored:
         layout = replace(layout, zeros=_numbers(module, stored, layout))

@@ -59,7 +59,7 @@ class Fp8:
         shape = num_rows, num_columns
         allowed = [dtype for dtype in _SCALES if dtype != "U8" or self.has_exponents]
         part_of(stored, grid.name, allowed, grid.stored_shapes(shape))
-        return MatrixLayout(shape, Packed(name), grid)
+        return MatrixLayout(shape, Packed(name, is_float=True), grid)
 
 
 def read_fp8(fields: Mapping[str, Any]) -> Fp8:

@@ -46,6 +46,7 @@ class Packed:
         axis: of the stored tensor along which the codes of one word follow each other.
         places: the place in a word, from the lowest bits on, of each of the codes that follow each other.
         is_transposed: whether it is stored as ``[K, N]``.
+        is_float: whether codes are e4m3, each in a number of its own, rather than whole numbers.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Packed:
     axis: int = 1
     places: tuple[int, ...] = ()
     is_transposed: bool = False
+    is_float: bool = False
 
     @property
     def in_a_word(self) -> int:

@@ -17,7 +17,7 @@ from pagefold.files.weights import find_weight_files
 from pagefold.quantized import Part, read_quantization, tensors_of
 from pagefold.quantized.codes import settled
 from pagefold.quantized.dequantize import dequantize
-from pagefold.quantized.tiles import stored_matrix
+from pagefold.quantized.tiles import kind_of, stored_matrix
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -100,6 +100,15 @@ class Checkpoint:
         """
         layout = self._layout(name)
         return None if layout is None else stored_matrix(layout, self._read)
+
+    def kind(self, name: str) -> str | None:
+        """Return in which of GGML's kinds :meth:`stored` would return a matrix; None for in none.
+
+        Raises:
+            UnsupportedModelError: what is stored of it contradicts itself.
+        """
+        layout = self._layout(name)
+        return None if layout is None else kind_of(layout, self._read)
 
     def dequantized(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """Return all tensors of a quantized folder, floats in ``dtype``.
