@@ -247,10 +247,12 @@ class Eighths(NamedTuple):
 
     @property
     def weights(self) -> np.ndarray:
-        codes, weights = self.codes.float().numpy(), np.empty(self.codes.shape, np.float32)
-        for row, column in np.ndindex(*weights.shape):
-            scale = self.scales[row // self.rows, column // self.columns].float().item()
-            weights[row, column] = np.float32(codes[row, column]) * np.float32(scale)
+        codes, scales = self.codes.float().numpy(), self.scales.float().numpy()
+        weights = np.empty(codes.shape, np.float32)
+        for row in range(codes.shape[0]):
+            for column in range(0, codes.shape[1], self.columns):
+                some = slice(column, column + self.columns)
+                weights[row, some] = codes[row, some] * scales[row // self.rows, column // self.columns]
         return weights
 
 

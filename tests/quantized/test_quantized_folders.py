@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from quantized_folders import FORMATS, MATRICES, SIZES, gptq, packed, save_quantized, whole
+from quantized_folders import FORMATS, MATRICES, gptq, packed, save_quantized, whole
 
+from pagefold.plan.weights import count_parameters
 from pagefold.runner.fused.checkpoint import Checkpoint
 from pagefold.runner.fused.formats import decoder_formats
 from pagefold.runner.fused.weights import pack_model
@@ -29,11 +30,18 @@ def folders(tmp_path_factory):
 def pack(folder, dtype="float32", quantization=None):
     config = inspect_model(folder).fused
     assert config is not None
-    return pack_model(config, folder, 32, decoder_formats(dtype, quantization)).weights
+    return pack_model(config, folder, 32, decoder_formats(dtype, quantization))
+
+
+def numbers_of(packed):
+    """All that was packed: what is no matrix, and panels."""
+    numbers = [one for one in packed.weights if isinstance(one, np.ndarray) and one.dtype == np.float32]
+    panels = [part for layer in packed.layers for matrix in layer for part in matrix]
+    return numbers + panels + packed.head + packed.embedding
 
 
 def packs_alike(folder, other, *formats):
-    pairs = zip(pack(folder, *formats), pack(other, *formats), strict=True)
+    pairs = zip(*(numbers_of(pack(each, *formats)) for each in (folder, other)), strict=True)
     return all(np.array_equal(one, two) for one, two in pairs)
 
 
@@ -48,11 +56,19 @@ def test_matrices_are_those_of_the_format(name, folders):
         assert (coded.weights != 0).mean() > 0.9
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", ["gptq", "awq", "W4A16 in channels", "fp8 in blocks"])
 def test_the_fused_decoder_has_the_model_of_a_plain_folder(name, folders):
     quantized, plain, _ = folders(name)
     assert packs_alike(quantized, plain)
-    assert inspect_model(quantized).num_parameters == inspect_model(plain).num_parameters
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_folder_has_as_many_parameters_as_a_plain_one(name, folders):
+    quantized, plain, _ = folders(name)
+    found, expected = inspect_model(quantized), inspect_model(plain)
+    assert found.num_parameters == expected.num_parameters == count_parameters(quantized)
+    assert found.fused == expected.fused
+    assert found.fingerprint != expected.fingerprint
 
 
 @pytest.mark.parametrize("formats", [("bfloat16",), ("float32", "int8")])
@@ -64,6 +80,16 @@ def test_so_it_has_in_every_number_format(formats, folders):
 @pytest.mark.parametrize("name", ["gptq in order of activations", "awq", "W4A16 with zero points", "native fp8"])
 def test_transformers_gets_the_model_of_a_plain_folder(name, folders):
     quantized, plain, _ = folders(name)
+    ours, theirs = (load_model(folder, torch.float32).state_dict() for folder in (quantized, plain))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[each], theirs[each]) for each in ours)
+
+
+def test_experts_are_dequantized_one_by_one(tmp_path):
+    """Folders have a matrix for each expert, which transformers puts together."""
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    quantized, plain, matrices = save_quantized(tmp_path, *gptq(), family="Qwen3MoeConfig", sizes=sizes)
+    assert sum(".experts." in name for name in matrices) == 2 * 4 * 3
     ours, theirs = (load_model(folder, torch.float32).state_dict() for folder in (quantized, plain))
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[each], theirs[each]) for each in ours)
@@ -145,7 +171,3 @@ def test_zero_points_are_counted_within_their_bits(tmp_path):
     found = save_quantized(tmp_path, config, make)
     assert Checkpoint(found.quantized)._read("model.layers.0.self_attn.q_proj.qzeros").unique().tolist() == [-1]
     assert packs_alike(found.quantized, found.plain)
-
-
-def test_sizes_fit_what_is_tested():
-    assert SIZES["hidden_size"] % 40  # groups that do not divide

@@ -28,6 +28,8 @@ REFUSED = {
         GPTQ | {"dynamic": {"+:.*down": {"bits": 8}}},
         r"of its own for \+:\.\*down",
     ),
+    "gptq of what is rotated": (GPTQ | {"rotation": "hadamard"}, "by gptq with rotated activations"),
+    "gptq in planes": (GPTQ | {"format": "gptq_p"}, "by gptq in the format gptq_p"),
     "awq of 8 bit": (AWQ | {"bits": 8}, "by awq with bits 8"),
     "awq of 3 bit, as it was said": ({"quant_method": "awq", "w_bit": 3}, "by awq with w_bit 3"),
     "awq in another packing": (AWQ | {"version": "gemv"}, "by awq in the packing gemv"),

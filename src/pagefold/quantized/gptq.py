@@ -98,6 +98,9 @@ def read_gptq(fields: Mapping[str, Any]) -> Gptq:
     if packed != "int32":
         msg = f"by {_METHOD} in words of {packed}"
         raise refused(msg, "gptq in words of int32")
+    if fields.get("rotation"):
+        msg = f"by {_METHOD} with rotated activations"
+        raise refused(msg, "gptq without rotation")
     rules = fields.get("dynamic")
     odd = [rule for rule in rules if not str(rule).startswith("-:")] if isinstance(rules, dict) else []
     if odd:

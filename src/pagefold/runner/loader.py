@@ -13,7 +13,7 @@ from pagefold.runner.fused.checkpoint import Checkpoint
 from pagefold.runner.turned_queries import NO_TURNS, StepTurns
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
     from pathlib import Path
 
     from pagefold.kv import KeepRule
@@ -110,6 +110,7 @@ def load_model(folder: Path, dtype: torch.dtype, device: str = "cpu", *, attenti
         missing = sorted(found["missing_keys"])
         msg = f"{folder} lacks {len(missing)} of the tensors that its config asks for, such as {missing[0]}."
         raise UnsupportedModelError(msg, remedy=_REMEDY)
+    _check_biases(folder, source, found["unexpected_keys"])
     model.eval()
     return model.to(device)
 
@@ -120,12 +121,21 @@ class _Source(NamedTuple):
     Attributes:
         kind: the class that does.
         folder: the model's; None where it gets tensors.
-        tensors: arguments that hold them, and their config.
+        tensors: arguments that hold them, as ``state_dict``, and their config; none where it gets a folder.
     """
 
     kind: Any
     folder: Path | None
     tensors: Mapping[str, Any]
+
+
+def _check_biases(folder: Path, source: _Source, unexpected: Iterable[str]) -> None:
+    """Refuse biases beside quantized matrices that the model has not. Tools write some of zeros for every model."""
+    tensors = source.tensors.get("state_dict", {})
+    for name in sorted(unexpected):
+        if name.endswith(".bias") and name in tensors and bool(tensors[name].any()):
+            msg = f"{folder} has {name}, a bias that is not zero, where its config asks for none."
+            raise UnsupportedModelError(msg, remedy=_REMEDY)
 
 
 def _source(folder: Path, dtype: torch.dtype) -> _Source:
