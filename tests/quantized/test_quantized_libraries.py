@@ -20,6 +20,13 @@ COMPRESSED = [name for name in FORMATS if name.startswith(("W4", "W8")) or name 
 WITHOUT_ORDER = [name for name in COMPRESSED if "order" not in name]  # the library reads order no more
 
 
+@pytest.fixture
+def _library():
+    """compressed-tensors with all that it imports."""
+    pytest.importorskip("compressed_tensors", reason="transformers needs it, and loguru, to read its format")
+
+
+@pytest.mark.usefixtures("_library")
 @pytest.mark.parametrize("name", [*WITHOUT_ORDER, "fp8 by matrices"])
 def test_compressed_tensors_decompresses_to_the_same(name, tmp_path):
     from compressed_tensors.compressors import BaseCompressor
@@ -47,6 +54,7 @@ def state_of_transformers(folder, **said):
     return model.state_dict()
 
 
+@pytest.mark.usefixtures("_library")
 @pytest.mark.parametrize("name", ["W4A16 with zero points", "W8A8", "fp8 in channels"])
 def test_transformers_loads_the_same_from_compressed_tensors(name, tmp_path):
     found = save_quantized(tmp_path, *FORMATS[name]())
@@ -69,6 +77,7 @@ def test_transformers_loads_the_same_from_fp8(how, tmp_path):
         assert torch.equal(one, checkpoint.tensor(each)), each
 
 
+@pytest.mark.usefixtures("_library")
 def test_what_llm_compressor_packs_is_read(tmp_path):
     """The library packs; nothing of it was written by hand here."""
     from compressed_tensors.compressors import BaseCompressor
