@@ -48,6 +48,14 @@ REFUSED = {
     "not compressed": (scheme(**W4 | {"format": "dense"}), "in the format dense"),
     "nvfp4": (scheme(**W4 | {"format": "nvfp4-pack-quantized"}), "in the format nvfp4-pack-quantized"),
     "2 bit": (scheme(**W4 | {"num_bits": 2}), "with num_bits 2"),
+    "floats with zero points": (
+        scheme(format="float-quantized", num_bits=8, type="float", strategy="channel", symmetric=False),
+        "with zero points of floats",
+    ),
+    "a group of nothing": (
+        scheme(**W4) | {"config_groups": {"group_0": {"targets": ["Linear"]}}},
+        "with no scheme of weights in group_0",
+    ),
     "floats of 4 bit": (scheme(**W4 | {"type": "float"}), "with num_bits 4"),
     "numbers of another type": (scheme(**W4 | {"type": "posit"}), "with numbers of type posit"),
     "scales by something else": (scheme(**W4 | {"strategy": "tensor_group"}), "with scales by tensor_group"),
@@ -94,6 +102,15 @@ def test_who_names_an_unknown_method_is_told_all_that_are_known():
     with pytest.raises(UnsupportedModelError) as error:
         read_quantization({"quantization_config": {"quant_method": "magic"}})
     assert all(method in error.value.remedy for method in METHODS)
+
+
+def test_a_group_that_rounds_attention_alone_is_left_out():
+    config = scheme(**W4)
+    config["config_groups"]["group_1"] = {"targets": ["re:.*self_attn$"], "input_activations": {"num_bits": 8}}
+    assert read_quantization({"quantization_config": config}).name == "compressed-tensors, 4 bit in groups of 32"
+    del config["config_groups"]["group_0"]
+    with pytest.raises(UnsupportedModelError, match="without config_groups of weights"):
+        read_quantization({"quantization_config": config})
 
 
 @pytest.mark.parametrize("nothing", [None, {}])

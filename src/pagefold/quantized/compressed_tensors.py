@@ -138,13 +138,19 @@ def read_compressed_tensors(fields: Mapping[str, Any]) -> CompressedTensors:
         msg = f"by {_METHOD} with transforms of activations"
         raise refused(msg, f"{_METHOD} without transform_config")
     groups = fields.get("config_groups")
-    if not isinstance(groups, dict) or not groups:
-        msg = f"by {_METHOD} without config_groups"
-        raise refused(msg, f"{_METHOD} with them")
+    groups = groups if isinstance(groups, dict) else {}
     whole = word_of(fields, "format", default="dense")
-    schemes = tuple(_scheme(str(name), group, whole) for name, group in groups.items())
+    schemes = tuple(_scheme(str(name), group, whole) for name, group in groups.items() if not _is_of_rounding(group))
+    if not schemes:
+        msg = f"by {_METHOD} without config_groups of weights"
+        raise refused(msg, f"{_METHOD} with some")
     ignored = fields.get("ignore") or []
     return CompressedTensors(schemes, _targets(ignored, "ignore"))
+
+
+def _is_of_rounding(group: object) -> bool:
+    """Whether a group says how activations are rounded, and has no weights: of attention, or of K and V."""
+    return isinstance(group, dict) and group.get("weights") is None and isinstance(group.get("input_activations"), dict)
 
 
 def _scheme(name: str, group: object, whole: str) -> Scheme:
@@ -161,6 +167,10 @@ def _scheme(name: str, group: object, whole: str) -> Scheme:
         msg = f"by {_METHOD} with numbers of type {kind}"
         raise refused(msg, f"{_METHOD} with int or float")
     bits = number_of(weights, "num_bits", 8, (8,) if kind == "float" else (4, 8), _METHOD)
+    is_symmetric = flag_of(weights, "symmetric", default=True)
+    if kind == "float" and not is_symmetric:
+        msg = f"by {_METHOD} with zero points of floats"
+        raise refused(msg, f"{_METHOD} with symmetric floats")
     strategy = _strategy(weights)
     rows, columns = 1, 0
     if strategy == "tensor":
@@ -176,7 +186,7 @@ def _scheme(name: str, group: object, whole: str) -> Scheme:
         targets=_targets(group.get("targets"), "targets"),
         bits=bits,
         type=kind,
-        is_symmetric=flag_of(weights, "symmetric", default=True),
+        is_symmetric=is_symmetric,
         strategy=strategy,
         rows=rows,
         columns=columns,
@@ -294,7 +304,8 @@ def _plain(module: str, stored: StoredTensors, part: Part, scheme: Scheme) -> Ma
     codes = Packed(name, is_float=scheme.type == "float")
     layout = MatrixLayout(matrix_of(stored, name, [part.dtype]), codes, Grid("", 1, 1))
     layout = _with_scales(module, stored, scheme, layout)
-    if not scheme.is_symmetric or f"{module}.weight_zero_point" in stored:
+    has_zeros = not scheme.is_symmetric or f"{module}.weight_zero_point" in stored
+    if has_zeros and not codes.is_float:  # floats have none, whatever is written beside them
         layout = replace(layout, zeros=_numbers(module, stored, layout))
     return layout
 

@@ -114,7 +114,8 @@ def _bytes_of(kind: str, signed: NDArray[np.int16]) -> list[NDArray[np.uint8]]:
 def _nibbles(codes: NDArray[np.int16]) -> NDArray[np.uint8]:
     """Return the low four bits of a block's codes: the first half's in the low bits of bytes, the second's above."""
     low = (codes & _NIBBLE).astype(np.uint8)
-    return np.bitwise_or(low[..., : _BLOCK // 2], low[..., _BLOCK // 2 :] << 4, dtype=np.uint8)
+    joined: NDArray[np.uint8] = np.bitwise_or(low[..., : _BLOCK // 2], low[..., _BLOCK // 2 :] << 4)
+    return joined
 
 
 def _are_halves(numbers: NDArray[np.float32]) -> bool:
