@@ -61,6 +61,8 @@ SERVED = [
     {"model_type": "llama4_text", "no_rope_layer_interval": 2, "attention_chunk_size": 64},
     {"model_type": "gemma2", "attn_logit_softcapping": 30.0},
     {"rope_scaling": {"type": "linear", "factor": 2.0}},
+    {"quantization_config": {"quant_method": "fp8"}},
+    {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128}},
 ]  # fmt: skip
 
 
@@ -73,7 +75,8 @@ def test_what_layers_keep_is_the_same_on_both_sides(raw: dict[str, Any], tmp_pat
 
 
 REFUSED = [
-    ({"quantization_config": {"quant_method": "fp8"}}, "weights quantized in the checkpoint"),
+    ({"quantization_config": {"quant_method": "bitsandbytes"}}, "weights quantized in the checkpoint"),
+    ({"quantization_config": {"quant_method": "gptq", "bits": 3}}, "weights quantized in the checkpoint"),
     (
         {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}},
         "weights quantized in the checkpoint",

@@ -265,8 +265,8 @@ REFUSED = {
     "quantized": (
         "LlamaConfig",
         SIZES,
-        {"quantization_config": {"quant_method": "gptq", "bits": 4}},
-        "llama .* weights quantized in the checkpoint",
+        {"quantization_config": {"quant_method": "gptq", "bits": 3}},
+        "llama .* weights quantized in the checkpoint by gptq with bits 3",
     ),
     "heads that do not divide": ("LlamaConfig", SIZES, {"num_key_value_heads": 3}, "4 attention heads for 3 KV heads"),
     "a value of another type": (

@@ -20,6 +20,7 @@ from pagefold.engine.namespace import namespace_of
 from pagefold.engine.on_card import ran_out
 from pagefold.engine.overlapped import OverlappedEngine
 from pagefold.engine.planning import hardware_of
+from pagefold.engine.quantized_line import lines_of_quantized
 from pagefold.engine.target_check import broken_targets
 from pagefold.engine.tenant_limits import TenantLimits, check_fit
 from pagefold.engine.verdicts import check_quality
@@ -109,7 +110,7 @@ def build_engine(
     check_quality(
         config, dtype, lambda: content_fingerprint(spec.folder, cache_dir()), cache_dir(), _log.warning, masks=names
     )
-    for line in hardware_of(blueprint).lines(blueprint):
+    for line in [*hardware_of(blueprint).lines(blueprint), *lines_of_quantized(blueprint)]:
         say(line)
     limit = blueprint.limit
     if limit.what:

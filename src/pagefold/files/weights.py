@@ -13,7 +13,7 @@ from pagefold.gguf.header import GgufError, GgufHeader
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["GGUF_WEIGHTS", "find_weight_files", "num_elements", "read_header"]
+__all__ = ["GGUF_WEIGHTS", "find_weight_files", "num_elements", "read_header", "tensor_headers"]
 
 _SINGLES = ("model.safetensors", "pytorch_model.bin")
 _GGUF = ".gguf"
@@ -90,6 +90,24 @@ def num_elements(file: Path) -> int:
     if file.suffix != ".safetensors":
         return file.stat().st_size // 2
     return sum(math.prod(tensor["shape"]) for tensor in _tensors(read_header(file)))
+
+
+def tensor_headers(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Return the dtype, by safetensors' name, and the shape of each tensor in a safetensors file.
+
+    Raises:
+        ModelNotFoundError: it is not whole.
+    """
+    found = {}
+    for name, tensor in json.loads(read_header(file)).items():
+        if name == "__metadata__":
+            continue
+        shape = tensor.get("shape")
+        if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
+            message = f"{file} says that {name[:80]} is of shape {repr(shape)[:80]}."
+            raise ModelNotFoundError(message, remedy="Download it again.")
+        found[name] = (str(tensor.get("dtype")), tuple(shape))
+    return found
 
 
 def _opened(file: Path) -> GgufHeader:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from pagefold.errors import UnsupportedModelError
 from pagefold.plan.layer_kinds import CHUNKED_FAMILIES, lists_kinds
+from pagefold.quantized import read_quantization
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -95,7 +97,7 @@ def why_not_served(config: Mapping[str, Any], model_type: str, kinds: Sequence[s
         "more than text": not is_of_text,
         "latent attention": config.get("kv_lora_rank"),
         "KV shared across layers": shares or config.get("use_cla"),
-        "weights quantized in the checkpoint": config.get("quantization_config"),
+        "weights quantized in the checkpoint": _is_refused_quantization(config),
         "soft-capping of attention scores": config.get("attn_logit_softcapping") and model_type not in _SOFT_CAPPING,
         f"layers of {' and '.join(odd_kinds)}": odd_kinds,
         "chunked attention": config.get("attention_chunk_size") and model_type not in CHUNKED_FAMILIES,
@@ -104,6 +106,15 @@ def why_not_served(config: Mapping[str, Any], model_type: str, kinds: Sequence[s
         f"rope of type {' and '.join(odd_ropes)}": odd_ropes and not is_longrope,
     }
     return next((reason for reason, is_there in reasons.items() if is_there), "")
+
+
+def _is_refused_quantization(config: Mapping[str, Any]) -> bool:
+    """Whether the weights are quantized in a way that the server does not compute."""
+    try:
+        read_quantization(config)
+    except UnsupportedModelError:
+        return True
+    return False
 
 
 def _rope_kinds(config: Mapping[str, Any], model_type: str) -> set[str]:

@@ -111,7 +111,7 @@ def _model_of(path: Path) -> ModelShape:
     if not path.is_dir():
         return shape
     counted = count_parameters(folder)
-    return shape if counted is None or shape.quantization else _with_exact(shape, counted)
+    return shape if counted is None else _with_exact(shape, counted)
 
 
 def _with_exact(shape: ModelShape, num_parameters: int) -> ModelShape:

@@ -9,9 +9,11 @@ from fractions import Fraction
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from pagefold.errors import ConfigError
-from pagefold.files.weights import find_weight_files, num_elements
+from pagefold.errors import ConfigError, UnsupportedModelError
+from pagefold.files.json_object import read_json_object
+from pagefold.files.weights import find_weight_files, num_elements, tensor_headers
 from pagefold.plan.nearest import nearest_names
+from pagefold.quantized import Part, count_elements, read_quantization
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -113,10 +115,19 @@ def stored_dtype(quantization: str) -> WeightDtype:
 def count_parameters(folder: Path) -> int | None:
     """Return the elements of all tensors in a folder's safetensors or GGUF, from headers; None without such files.
 
+    Quantized matrices have as many as they stand for; None where nobody knows how they are stored.
+
     Raises:
         ModelNotFoundError: a file is not there, or not whole.
     """
     files = find_weight_files(folder)
     if not files or files[0].suffix not in (".safetensors", ".gguf"):
         return None
-    return sum(num_elements(file) for file in files)
+    try:
+        quantization = read_quantization(read_json_object(folder / "config.json"))
+        if quantization is None:
+            return sum(num_elements(file) for file in files)
+        stored = {name: Part(*one) for file in files for name, one in tensor_headers(file).items()}
+        return count_elements(quantization, stored)
+    except UnsupportedModelError:
+        return None

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from pagefold.errors import UnsupportedModelError
+from pagefold.files.json_object import read_json_object
 from pagefold.files.weights import find_weight_files
 from pagefold.runner.fused.checkpoint import Checkpoint
 from pagefold.runner.turned_queries import NO_TURNS, StepTurns
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
     from pathlib import Path
 
     from pagefold.kv import KeepRule
@@ -80,6 +81,7 @@ def load_model(folder: Path, dtype: torch.dtype, device: str = "cpu", *, attenti
     """Load the model of ``folder`` for inference on ``device``, with paged attention.
 
     No mask function is registered under our name, so transformers builds no mask: causality is our attention's.
+    Quantized matrices are dequantized first: transformers gets the model that they stand for.
 
     Args:
         folder: the model's.
@@ -89,14 +91,19 @@ def load_model(folder: Path, dtype: torch.dtype, device: str = "cpu", *, attenti
 
     Raises:
         UnsupportedModelError: the weights are not those of the config's model: transformers would make up what lacks.
+            Or what is stored of a quantized matrix contradicts itself.
     """
     name = attention or register_attention()
+    source = _source(folder, dtype)
     try:
-        settings = {"dtype": dtype, "attn_implementation": name, "output_loading_info": True, **_experts(dtype)}
-        if any(file.suffix == ".gguf" for file in find_weight_files(folder)):
-            model, found = _load_tensors(folder, dtype, settings)
-        else:
-            model, found = AutoModelForCausalLM.from_pretrained(folder, **settings)
+        model, found = source.kind.from_pretrained(
+            source.folder,
+            **source.tensors,
+            dtype=dtype,
+            attn_implementation=name,
+            output_loading_info=True,
+            **_experts(dtype),
+        )
     except RuntimeError as error:  # shapes that differ, among others
         msg = f"transformers cannot load the weights of {folder}: {' '.join(str(error).split())[:_MAX_WHY]}"
         raise UnsupportedModelError(msg, remedy=_REMEDY) from error
@@ -104,27 +111,52 @@ def load_model(folder: Path, dtype: torch.dtype, device: str = "cpu", *, attenti
         missing = sorted(found["missing_keys"])
         msg = f"{folder} lacks {len(missing)} of the tensors that its config asks for, such as {missing[0]}."
         raise UnsupportedModelError(msg, remedy=_REMEDY)
+    _check_biases(folder, source, found["unexpected_keys"])
     model.eval()
     return model.to(device)
+
+
+class _Source(NamedTuple):
+    """From what transformers loads a model.
+
+    Attributes:
+        kind: the class that does.
+        folder: the model's; None where it gets tensors.
+        tensors: arguments that hold them, as ``state_dict``, and their config; none where it gets a folder.
+    """
+
+    kind: Any
+    folder: Path | None
+    tensors: Mapping[str, Any]
+
+
+def _check_biases(folder: Path, source: _Source, unexpected: Iterable[str]) -> None:
+    """Refuse biases beside quantized matrices that the model has not. Tools write some of zeros for every model."""
+    tensors = source.tensors.get("state_dict", {})
+    for name in sorted(unexpected):
+        if name.endswith(".bias") and name in tensors and bool(tensors[name].any()):
+            msg = f"{folder} has {name}, a bias that is not zero, where its config asks for none."
+            raise UnsupportedModelError(msg, remedy=_REMEDY)
+
+
+def _source(folder: Path, dtype: torch.dtype) -> _Source:
+    """Return the folder, or the tensors of one that is quantized, or lies in a file that transformers would convert.
+
+    They are made in the dtype of the weights, so that they are there once.
+    """
+    is_quantized = bool(read_json_object(folder / "config.json").get("quantization_config"))
+    if not is_quantized and all(file.suffix != ".gguf" for file in find_weight_files(folder)):
+        return _Source(AutoModelForCausalLM, folder, {})
+    config = AutoConfig.from_pretrained(folder)
+    if is_quantized:
+        del config.quantization_config
+    tensors = Checkpoint(folder).tensors(dtype)
+    return _Source(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], None, {"config": config, "state_dict": tensors})
 
 
 def odd_arguments(arguments: Mapping[str, object]) -> list[str]:
     """Return which arguments of a layer's attention may change what it must compute, and none of ours reads."""
     return sorted(name for name in arguments.keys() - _HARMLESS_ARGUMENTS if arguments[name] is not None)
-
-
-def _load_tensors(folder: Path, dtype: torch.dtype, settings: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Let transformers make a model of tensors that lie in a file which it would read otherwise.
-
-    They are made in the dtype of the weights, so that they are there once.
-    """
-    checkpoint = Checkpoint(folder)
-    tensors = {name: checkpoint.tensor(name).to(dtype) for name in checkpoint.names()}
-    config = AutoConfig.from_pretrained(folder)
-    model, found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
-        None, config=config, state_dict=tensors, **settings
-    )
-    return model, found
 
 
 def _experts(dtype: torch.dtype) -> dict[str, str]:

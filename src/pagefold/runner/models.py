@@ -16,19 +16,22 @@ from typing import TYPE_CHECKING, Any
 
 from pagefold.errors import ModelNotFoundError, UnsupportedModelError
 from pagefold.files.json_object import read_json_object
-from pagefold.files.weights import find_weight_files, num_elements, read_header
+from pagefold.files.weights import find_weight_files, num_elements, read_header, tensor_headers
 from pagefold.kv import KEEP_ALL
 from pagefold.memory.limit import MAX_ROPE_POSITIONS, Limit
+from pagefold.quantized import Part, count_elements, read_quantization
 from pagefold.runner.fused.families import FusedConfig, read_fused_config
 from pagefold.runner.kept_layers import WINDOWED_THROUGHOUT, read_kept_layers
 from pagefold.runner.plain_config import PlainConfig, read_plain_config
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from transformers import PretrainedConfig
 
     from pagefold.kv import KeepRule
+    from pagefold.quantized import Quantization
 
 __all__ = ["ModelSpec", "inspect_model"]
 
@@ -42,11 +45,8 @@ _LONGROPE_FAMILIES = ("phi3",)
 """Families that are taken with ``longrope``: its frequencies change once the longest sequence of the batch, whichever
 that is, passes ``original_max_position_embeddings``; up to there they are the same for all."""
 
-_QUANTIZED, _NOT_TEXT = "weights quantized in the checkpoint", "more than text"
-_REMEDIES = {
-    _QUANTIZED: "Use a copy of it whose weights are in 16 bit, with no quantization_config.",
-    _NOT_TEXT: "Use a model that is of text alone.",
-}
+_NOT_TEXT = "more than text"
+_REMEDIES = {_NOT_TEXT: "Use a model that is of text alone."}
 _REMEDY = "Use another model: the README lists the families that are tested."
 
 _REFUSED_ATTRIBUTES = {
@@ -54,7 +54,6 @@ _REFUSED_ATTRIBUTES = {
     "kv_lora_rank": "latent attention (MLA)",
     "num_kv_shared_layers": "KV shared across layers",
     "attention_chunk_size": "chunked attention",
-    "quantization_config": _QUANTIZED,
 }
 
 _TAKEN_ATTRIBUTES = {
@@ -88,10 +87,11 @@ class ModelSpec:
         sources: the layer whose K and V each layer reads; empty where each has its own.
         vocab_size: token ids are in [0, vocab_size).
         eos_token_ids: each of them ends a sequence.
-        num_parameters: elements of all weight tensors.
+        num_parameters: elements of all weight tensors, of quantized ones as they are dequantized.
         fingerprint: changes when config or weight files change.
         fused: the model as the fused decoder computes it; None where it does not.
         not_fused: what of it the fused decoder does not compute; empty where there is nothing.
+        quantization: how its matrices are stored; None where they are not quantized.
     """
 
     folder: Path
@@ -114,6 +114,7 @@ class ModelSpec:
     sources: tuple[int, ...] = ()
     fused: FusedConfig | None = None
     not_fused: str = ""
+    quantization: Quantization | None = None
 
     @property
     def full_layers(self) -> tuple[int, ...]:
@@ -133,12 +134,16 @@ def inspect_model(folder: Path) -> ModelSpec:
 
     Raises:
         ModelNotFoundError: no config or no weights.
-        UnsupportedModelError: transformers lacks the class, or the model is one that would be computed wrongly.
+        UnsupportedModelError: transformers lacks the class, or the model is one that would be computed wrongly. Or its
+            quantized matrices are not whole.
     """
     if not (folder / "config.json").is_file():
         msg = f"{folder} has no config.json."
         raise ModelNotFoundError(msg, remedy="Name a folder that save_pretrained wrote, or a built-in name.")
-    config: Any = read_plain_config(read_json_object(folder / "config.json")) or _config_of_transformers(folder)
+    raw = read_json_object(folder / "config.json")
+    quantization = _quantization_of(raw, folder)
+    plain = read_plain_config({name: value for name, value in raw.items() if name != "quantization_config"})
+    config: Any = plain or _config_of_transformers(folder)
     num_heads = int(config.num_attention_heads)
     num_kv_heads = int(getattr(config, "num_key_value_heads", None) or num_heads)
     if num_heads % num_kv_heads:
@@ -169,13 +174,39 @@ def inspect_model(folder: Path) -> ModelSpec:
         has_rope=isinstance(config, PlainConfig) or bool(getattr(config, "rope_parameters", None)),
         vocab_size=int(config.vocab_size),
         eos_token_ids=_eos_token_ids(folder, config),
-        num_parameters=sum(num_elements(file) for file in weight_files),
+        num_parameters=_count(weight_files, quantization, folder),
         fingerprint=_fingerprint(folder / "config.json", weight_files),
         keeps=kept.keeps if windows else (),
         sources=kept.sources,
         fused=fused if isinstance(fused, FusedConfig) else None,
         not_fused=fused if isinstance(fused, str) else "",
+        quantization=quantization,
     )
+
+
+def _quantization_of(raw: Mapping[str, Any], folder: Path) -> Quantization | None:
+    """Return how a model's matrices are quantized; refuse, with the model's name, what is not computed."""
+    try:
+        return read_quantization(raw)
+    except UnsupportedModelError as error:
+        msg = f"{raw.get('model_type')} ({folder.name}): {error.message}"
+        raise UnsupportedModelError(msg, remedy=error.remedy) from None
+
+
+def _count(files: list[Path], quantization: Quantization | None, folder: Path) -> int:
+    """Return the elements of a model's tensors; of quantized ones after they have been seen to be whole."""
+    if quantization is None:
+        return sum(num_elements(file) for file in files)
+    pickled = next((file.name for file in files if file.suffix != ".safetensors"), "")
+    if pickled:
+        msg = f"{folder} has quantized weights in {pickled}, a pickled file."
+        raise UnsupportedModelError(msg, remedy="Use a copy of it in safetensors.")
+    stored = {name: Part(*one) for file in files for name, one in tensor_headers(file).items()}
+    try:
+        return count_elements(quantization, stored)
+    except UnsupportedModelError as error:
+        msg = f"{folder}: {error.message}"
+        raise UnsupportedModelError(msg, remedy=error.remedy) from None
 
 
 def _config_of_transformers(folder: Path) -> PretrainedConfig:

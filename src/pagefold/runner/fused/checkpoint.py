@@ -1,4 +1,7 @@
-"""Checkpoint: the weight files of a model folder, a tensor at a time. Nothing is read before it is asked for."""
+"""Checkpoint: the weight files of a model folder, a tensor at a time. Nothing is read before it is asked for.
+
+Where matrices are quantized (``quantized/``), it has them by the names and of the shapes that they stand for.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +12,27 @@ import torch
 from safetensors import safe_open
 
 from pagefold.errors import PagefoldError, UnsupportedModelError
+from pagefold.files.json_object import read_json_object
 from pagefold.files.stored_matrix import StoredMatrix
 from pagefold.files.weights import find_weight_files
 from pagefold.gguf.architectures import find_architecture
 from pagefold.gguf.file import GgufFile
+from pagefold.quantized import Part, read_quantization, tensors_of
+from pagefold.quantized.codes import settled
+from pagefold.quantized.dequantize import dequantize
+from pagefold.quantized.tiles import kind_of, stored_matrix
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
     from pathlib import Path
 
+    from pagefold.quantized import MatrixLayout
+
 __all__ = ["Checkpoint"]
 
-_BASE = "model."
+_BASE, _WEIGHT = "model.", ".weight"
 _MAX_WHY = 300
+_MATRIX = 2  # dimensions
 _REMEDY = "Check that config.json and the weights belong together, or download them again."
 
 
@@ -36,7 +47,7 @@ class Checkpoint:
     Raises:
         ModelNotFoundError: a file is not there.
         GgufError: a GGUF file is damaged.
-        UnsupportedModelError: a file cannot be read.
+        UnsupportedModelError: a file cannot be read, or matrices are quantized in a way that is not computed.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -52,9 +63,12 @@ class Checkpoint:
                 msg = f"{path} cannot be read: {why[:_MAX_WHY]}"
                 raise UnsupportedModelError(msg, remedy="Download it again.") from error
             self._files |= dict.fromkeys(file.names(), file)
+        self._quantization = read_quantization(read_json_object(folder / "config.json"))
+        is_quantized = self._quantization is not None
+        self._parts = {name: file.part(name) for name, file in self._files.items()} if is_quantized else {}
 
     def __contains__(self, name: str) -> bool:
-        return self._stored(name) in self._files
+        return self._stored(name) in self._files or self._layout(name) is not None
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Check that all these tensors are there. Others do not matter.
@@ -67,25 +81,95 @@ class Checkpoint:
             msg = f"{self._folder} lacks {len(missing)} of the tensors that its config asks for, such as {missing[0]}."
             raise UnsupportedModelError(msg, remedy=_REMEDY)
         for name, shape in sorted(shapes.items()):
-            stored = self._stored(name)
-            found = self._files[stored].shape(stored)
+            found = self._shape(name)
             if found != shape:
                 msg = f"{self._folder} has {name} of shape {list(found)}, where its config asks for {list(shape)}."
                 raise UnsupportedModelError(msg, remedy=_REMEDY)
+            self._check_bias(name, shapes)
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Return a tensor as float32. It may lie in the file: read it, do not write to it."""
-        stored = self._stored(name)
-        return self._files[stored].tensor(stored).to(torch.float32)
+        """Return a tensor as float32, dequantized if need be. It may lie in the file: read it, do not write to it.
+
+        Raises:
+            UnsupportedModelError: what is stored of a quantized matrix contradicts itself.
+        """
+        layout = self._layout(name)
+        if layout is not None:
+            return dequantize(layout, self._read)
+        return self._read(self._stored(name)).to(torch.float32)
 
     def stored(self, name: str) -> StoredMatrix | None:
-        """Return a matrix as its file has it, where that is quantized; None where :meth:`tensor` loses nothing."""
+        """Return a quantized matrix in blocks that are exactly it; None where none are, or it is not quantized.
+
+        Raises:
+            UnsupportedModelError: what is stored of it contradicts itself.
+        """
+        layout = self._layout(name)
+        if layout is not None:
+            return stored_matrix(layout, self._read)
         stored = self._stored(name)
         return self._files[stored].stored(stored)
+
+    def kind(self, name: str) -> str | None:
+        """Return in which of GGML's kinds :meth:`stored` would return a matrix; None for in none.
+
+        Raises:
+            UnsupportedModelError: what is stored of it contradicts itself.
+        """
+        layout = self._layout(name)
+        if layout is not None:
+            return kind_of(layout, self._read)
+        stored = self._stored(name)
+        return self._files[stored].kind(stored)
 
     def names(self) -> list[str]:
         """Return the names of all tensors, as the files have them."""
         return list(self._files)
+
+    def tensors(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """Return all tensors, floats in ``dtype``, by the names that the files have, or would if nothing were quantized.
+
+        Raises:
+            UnsupportedModelError: what is stored of one contradicts itself.
+        """
+        layouts: Mapping[str, MatrixLayout | None] = dict.fromkeys(self._files)
+        if self._quantization is not None:
+            layouts = tensors_of(self._quantization, self._parts)
+        found = {}
+        for name, layout in layouts.items():
+            if layout is not None:
+                found[name] = dequantize(settled(layout, self._read), self._read, dtype)
+                continue
+            tensor = self._read(name)
+            found[name] = tensor.to(dtype) if tensor.is_floating_point() else tensor
+        return found
+
+    def _check_bias(self, name: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Refuse a quantized matrix with a bias that its model has not. Tools write some of zeros."""
+        bias = self._stored(f"{name.removesuffix(_WEIGHT)}.bias")
+        if bias not in self._parts or f"{name.removesuffix(_WEIGHT)}.bias" in shapes or self._layout(name) is None:
+            return
+        if bool(self._read(bias).any()):
+            msg = f"{self._folder} has {bias}, a bias that is not zero, where its config asks for none."
+            raise UnsupportedModelError(msg, remedy=_REMEDY)
+
+    def _layout(self, name: str) -> MatrixLayout | None:
+        """Return how a quantized matrix is stored; None for what is not quantized."""
+        if self._quantization is None or not name.endswith(_WEIGHT):
+            return None
+        module = name.removesuffix(_WEIGHT)
+        for each in dict.fromkeys((module, module.removeprefix(_BASE))):
+            layout = self._quantization.layout(each, self._parts)
+            if layout is not None:
+                return settled(layout, self._read)
+        return None
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        layout, stored = self._layout(name), self._stored(name)
+        return self._files[stored].part(stored).shape if layout is None else layout.shape
+
+    def _read(self, stored: str) -> torch.Tensor:
+        return self._files[stored].tensor(stored)
 
     def _stored(self, name: str) -> str:
         """Return the name under which the files have it."""
@@ -95,11 +179,13 @@ class Checkpoint:
 class _File(Protocol):
     def names(self) -> Iterable[str]: ...
 
-    def shape(self, name: str) -> tuple[int, ...]: ...
+    def part(self, name: str) -> Part: ...
 
     def tensor(self, name: str) -> torch.Tensor: ...
 
     def stored(self, name: str) -> StoredMatrix | None: ...
+
+    def kind(self, name: str) -> str | None: ...
 
 
 class _Safetensors:
@@ -109,15 +195,19 @@ class _Safetensors:
     def names(self) -> Iterable[str]:
         return list(self._opened.keys())
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._opened.get_slice(name).get_shape())
+    def part(self, name: str) -> Part:
+        tensor = self._opened.get_slice(name)
+        return Part(tensor.get_dtype(), tuple(tensor.get_shape()))
 
     def tensor(self, name: str) -> torch.Tensor:
         tensor: torch.Tensor = self._opened.get_tensor(name)
         return tensor
 
-    def stored(self, name: str) -> StoredMatrix | None:  # noqa: ARG002 - none is
-        return None
+    def stored(self, name: str) -> None:
+        """None: of a quantized folder, matrices are made of several tensors."""
+
+    def kind(self, name: str) -> None:
+        """None, likewise."""
 
 
 class _Pickled:
@@ -131,14 +221,17 @@ class _Pickled:
     def names(self) -> Iterable[str]:
         return self._tensors.keys()
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._tensors[name].shape)
+    def part(self, name: str) -> Part:
+        return Part(str(self._tensors[name].dtype), tuple(self._tensors[name].shape))
 
     def tensor(self, name: str) -> torch.Tensor:
         return self._tensors[name].detach()
 
-    def stored(self, name: str) -> StoredMatrix | None:  # noqa: ARG002 - none is
-        return None
+    def stored(self, name: str) -> None:
+        """None: of a quantized folder, matrices are made of several tensors."""
+
+    def kind(self, name: str) -> None:
+        """None, likewise."""
 
 
 class _Gguf:
@@ -152,21 +245,24 @@ class _Gguf:
     def names(self) -> Iterable[str]:
         return self._weights.keys()
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._weights[name].shape
+    def part(self, name: str) -> Part:
+        weight = self._weights[name]
+        return Part(self._opened.tensors[weight.gguf_name].kind.name, weight.shape)
 
     def tensor(self, name: str) -> torch.Tensor:
         weight = self._weights[name]
         return torch.from_numpy(weight.of_model(self._opened.read(weight.gguf_name)))
 
+    def kind(self, name: str) -> str | None:
+        kind = self._opened.tensors[self._weights[name].gguf_name].kind
+        return kind.name if kind.is_quantized and len(self._weights[name].shape) == _MATRIX else None
+
     def stored(self, name: str) -> StoredMatrix | None:
-        weight = self._weights[name]
-        kind = self._opened.tensors[weight.gguf_name].kind
-        if not kind.is_quantized or len(weight.shape) != 2:  # noqa: PLR2004 - a matrix
+        kind, weight = self.kind(name), self._weights[name]
+        if kind is None:
             return None
         num_rows, num_columns = weight.shape
-        blocks = self._opened.blocks(weight.gguf_name)
-        return StoredMatrix(kind.name, (num_rows, num_columns), blocks, weight.row_order())
+        return StoredMatrix(kind, (num_rows, num_columns), self._opened.blocks(weight.gguf_name), weight.row_order())
 
 
 _KINDS: dict[str, Callable[[Path], _File]] = {".safetensors": _Safetensors, ".gguf": _Gguf}

@@ -1,0 +1,21 @@
+"""What a start says of a folder whose matrices are quantized: how they are stored, and how they are computed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pagefold.engine.blueprint import Blueprint
+
+__all__ = ["lines_of_quantized"]
+
+
+def lines_of_quantized(blueprint: Blueprint) -> list[str]:
+    """Return the line of a start; none where matrices are not quantized."""
+    quantization = blueprint.spec.quantization
+    if quantization is None:
+        return []
+    computed = "dequantized when they are read"
+    if quantization.activations:
+        computed += f"; activations are not rounded (the config: {quantization.activations})"
+    return [f"quantized  {quantization.name}: {computed}"]
