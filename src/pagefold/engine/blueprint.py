@@ -67,7 +67,8 @@ class Blueprint:
         """In which formats the fused decoder has the model's matrices."""
         from pagefold.runner.fused.formats import decoder_formats  # noqa: PLC0415 - kernels come with it
 
-        return decoder_formats(str(self.dtype).removeprefix("torch."), self.config.quantization)
+        dtype = str(self.dtype).removeprefix("torch.")
+        return decoder_formats(dtype, self.config.quantization, self.spec.stored_kinds)
 
     @property
     def computes_windows(self) -> bool:

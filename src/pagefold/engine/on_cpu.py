@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from pagefold.config import available_cpus, available_memory_bytes
@@ -74,8 +75,12 @@ class OnCpu:
         if blueprint.draft is not None:
             lines.append(line_of_draft(blueprint.draft, _weight_bytes(blueprint.draft)))
         if blueprint.is_fused:
-            products, others, _ = blueprint.formats
+            products, others, stored = blueprint.formats
             lines.append(f"computes   {products.name}, by {products.means}")
+            if stored:
+                kinds = Counter(form.name for form in stored.values())
+                told = ", ".join(f"{num} tensors in {name}" for name, num in sorted(kinds.items()))
+                lines[-1] += f"; {told}, by {next(iter(stored.values())).means}"
             if blueprint.computes_pairs and blueprint.geometry.codec is None and others != products:
                 lines[-1] += f"; attention in {others.name}, by {others.means}"
         else:

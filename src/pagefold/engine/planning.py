@@ -240,7 +240,8 @@ def _in_its_way(config: EngineConfig, spec: ModelSpec, dtype: str, device: str) 
         yield "model_impl=transformers"
     from pagefold.runner.fused.formats import processor_lacks  # noqa: PLC0415 - kernels come with it
 
-    lacking = processor_lacks(dtype, config.quantization)
+    kinds = spec.stored_kinds.values() if config.quantization is None else ()
+    lacking = processor_lacks(dtype, config.quantization, kinds)
     if lacking:
         yield f"a processor without {lacking}"
 

@@ -15,7 +15,8 @@ def lines_of_quantized(blueprint: Blueprint) -> list[str]:
     quantization = blueprint.spec.quantization
     if quantization is None:
         return []
-    computed = "dequantized when they are read"
+    is_as_stored = blueprint.is_fused and blueprint.config.quantization is None and blueprint.spec.stored_kinds
+    computed = "computed with as they are stored" if is_as_stored else "dequantized when they are read"
     if quantization.activations:
         computed += f"; activations are not rounded (the config: {quantization.activations})"
     return [f"quantized  {quantization.name}: {computed}"]

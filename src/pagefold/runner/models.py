@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from pagefold.errors import ModelNotFoundError, UnsupportedModelError
@@ -91,7 +92,9 @@ class ModelSpec:
         fingerprint: changes when config or weight files change.
         fused: the model as the fused decoder computes it; None where it does not.
         not_fused: what of it the fused decoder does not compute; empty where there is nothing.
-        quantization: how its matrices are stored; None where they are not quantized.
+        quantization: how its matrices are stored, as its config says; None where it says nothing.
+        stored_kinds: GGML's kinds of the matrices that the fused decoder can compute with as they are stored, by their
+            names.
     """
 
     folder: Path
@@ -115,6 +118,7 @@ class ModelSpec:
     fused: FusedConfig | None = None
     not_fused: str = ""
     quantization: Quantization | None = None
+    stored_kinds: Mapping[str, str] = MappingProxyType({})
 
     @property
     def full_layers(self) -> tuple[int, ...]:
@@ -153,6 +157,7 @@ def inspect_model(folder: Path) -> ModelSpec:
     if not weight_files:
         msg = f"{folder} has a config but no weights: neither model.safetensors nor an index of its parts."
         raise ModelNotFoundError(msg, remedy="Download the whole model, or name another folder.")
+    is_stored_in_codes = quantization is not None or any(file.suffix == ".gguf" for file in weight_files)
     max_positions = int(config.max_position_embeddings)
     fused = read_fused_config(config.to_dict())
     whole = Limit(max_positions)
@@ -181,7 +186,15 @@ def inspect_model(folder: Path) -> ModelSpec:
         fused=fused if isinstance(fused, FusedConfig) else None,
         not_fused=fused if isinstance(fused, str) else "",
         quantization=quantization,
+        stored_kinds=_stored_kinds(folder) if isinstance(fused, FusedConfig) and is_stored_in_codes else {},
     )
+
+
+def _stored_kinds(folder: Path) -> Mapping[str, str]:
+    """Return in which kinds of blocks tensors are stored, by transformers' names."""
+    from pagefold.runner.fused.checkpoint import Checkpoint  # noqa: PLC0415 - torch comes with it
+
+    return Checkpoint(folder).kinds()
 
 
 def _quantization_of(raw: Mapping[str, Any], folder: Path) -> Quantization | None:

@@ -122,6 +122,16 @@ class Checkpoint:
         stored = self._stored(name)
         return self._files[stored].kind(stored)
 
+    def kinds(self) -> dict[str, str]:
+        """Return the kinds of all matrices that :meth:`stored` would return, by transformers' names of them.
+
+        Raises:
+            UnsupportedModelError: what is stored of one contradicts itself.
+        """
+        names = self._files if self._quantization is None else tensors_of(self._quantization, self._parts)
+        kinds = {name: self.kind(name) for name in names}
+        return {name: kind for name, kind in kinds.items() if kind is not None}
+
     def names(self) -> list[str]:
         """Return the names of all tensors, as the files have them."""
         return list(self._files)

@@ -14,6 +14,7 @@ from pagefold.kernels.emit import IS_WIDE
 from pagefold.kernels.floats import Floats, Int8Weights
 from pagefold.kernels.pairs import Pairs, bfloat16_pairs, round_to_bfloat16
 from pagefold.kernels.quads import int8_quads
+from pagefold.kernels.rounded_blocks import rounded_blocks
 from pagefold.kernels.rows import LANES
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ def decoder_formats(
     if quantization == "int8":
         return DecoderFormats(Int8Weights(), numbers)
     if quantization == "int4":
-        vocabulary = rounded_blocks("Q8_0")
-        return DecoderFormats(rounded_blocks("Q4_1"), numbers, {HEAD: vocabulary, EMBEDDING: vocabulary})
+        vocabulary = rounded_blocks("Q8_0", "int8")
+        return DecoderFormats(rounded_blocks("Q4_1", "int4"), numbers, {HEAD: vocabulary, EMBEDDING: vocabulary})
     stored = {name: blocks_of(kind) for name, kind in stored_kinds.items()} if quantization is None else {}
     return DecoderFormats(numbers, numbers, stored)
