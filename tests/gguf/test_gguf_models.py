@@ -17,6 +17,8 @@ from equivalence.settings import SETTINGS
 from equivalence.suite import Trial, Workload
 from gguf_models import FAMILIES, GgufPair
 
+from pagefold.errors import ModelNotFoundError
+from pagefold.gguf.header import GgufFormatError
 from pagefold.hub.catalog import resolve
 from pagefold.runner.fused.checkpoint import Checkpoint
 from pagefold.runner.fused.formats import decoder_formats
@@ -164,3 +166,13 @@ def test_what_a_model_needs_is_said_of_its_file(k_pair: GgufPair, tmp_path: Path
     assert (spec.eos_token_ids, spec.fused) == (expected.eos_token_ids, expected.fused)
     assert spec.fingerprint != expected.fingerprint
     assert spec.fingerprint == inspect_model(folder).fingerprint
+
+
+def test_a_file_that_was_cut_later_says_so(tmp_path: Path) -> None:
+    pair = gguf_models.write_pair("llama", tmp_path)
+    folder = resolve(str(pair.path), tmp_path / "cache")
+    pair.path.write_bytes(pair.path.read_bytes()[:-100])
+    with pytest.raises(GgufFormatError, match="damaged: it ends at byte"):
+        Checkpoint(folder)
+    with pytest.raises(ModelNotFoundError, match="damaged: it ends at byte"):
+        inspect_model(folder)
