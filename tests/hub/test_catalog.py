@@ -120,9 +120,9 @@ def test_weights_behind_a_broken_link(tmp_path: Path) -> None:
 
 
 def test_a_file_is_not_a_folder(tmp_path: Path) -> None:
-    (tmp_path / "model.gguf").write_text("x")
+    (tmp_path / "model.bin").write_text("x")
     with pytest.raises(ModelNotFoundError, match="is not a folder"):
-        resolve(str(tmp_path / "model.gguf"), tmp_path)
+        resolve(str(tmp_path / "model.bin"), tmp_path)
 
 
 @pytest.mark.parametrize(
