@@ -17,6 +17,8 @@ from equivalence.settings import SETTINGS
 from equivalence.suite import Trial, Workload
 from gguf_models import FAMILIES, GgufPair
 
+from pagefold.errors import ModelNotFoundError
+from pagefold.gguf.header import GgufFormatError
 from pagefold.hub.catalog import resolve
 from pagefold.runner.fused.checkpoint import Checkpoint
 from pagefold.runner.fused.formats import decoder_formats
@@ -127,12 +129,15 @@ def test_configs_are_alike(family: str, pair: Any, folder: Any) -> None:
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if not family.startswith("phi3")])
 def test_the_fused_decoder_packs_the_same(family: str, pair: Any, folder: Any) -> None:
-    def packed(folder: Path) -> Any:
+    def numbers_of(folder: Path) -> list[np.ndarray]:
         config = inspect_model(folder).fused
         assert config is not None
-        return pack_model(config, folder, 64, decoder_formats("float32", None)).weights
+        packed = pack_model(config, folder, 64, decoder_formats("float32", None))
+        numbers = [one for one in packed.weights if isinstance(one, np.ndarray) and one.dtype == np.float32]
+        panels = [part for layer in packed.layers for matrix in layer for part in matrix]
+        return numbers + panels + packed.head + packed.embedding
 
-    for one, two in zip(packed(folder(family)), packed(pair(family).folder), strict=True):
+    for one, two in zip(numbers_of(folder(family)), numbers_of(pair(family).folder), strict=True):
         assert np.array_equal(one, two)
 
 
@@ -164,3 +169,13 @@ def test_what_a_model_needs_is_said_of_its_file(k_pair: GgufPair, tmp_path: Path
     assert (spec.eos_token_ids, spec.fused) == (expected.eos_token_ids, expected.fused)
     assert spec.fingerprint != expected.fingerprint
     assert spec.fingerprint == inspect_model(folder).fingerprint
+
+
+def test_a_file_that_was_cut_later_says_so(tmp_path: Path) -> None:
+    pair = gguf_models.write_pair("llama", tmp_path)
+    folder = resolve(str(pair.path), tmp_path / "cache")
+    pair.path.write_bytes(pair.path.read_bytes()[:-100])
+    with pytest.raises(GgufFormatError, match="damaged: it ends at byte"):
+        Checkpoint(folder)
+    with pytest.raises(ModelNotFoundError, match="damaged: it ends at byte"):
+        inspect_model(folder)

@@ -285,8 +285,9 @@ def test_families_that_begin_with_nothing(build: Any) -> None:
 def test_chat_templates_by_name(build: Any) -> None:
     templates = {"chat_template": "plain", "chat_templates": ["tool_use"], "chat_template.tool_use": "with {{ tools }}"}
     tokenizer = build(byte_level_keys("qwen2"), **templates)
-    assert tokenizer.apply_chat_template([], tokenize=False) == "plain"
-    assert tokenizer.apply_chat_template([], tools=[{"x": 1}], tokenize=False).startswith("with")
+    chat = [{"role": "user", "content": "the"}]
+    assert tokenizer.apply_chat_template(chat, tokenize=False) == "plain"
+    assert tokenizer.apply_chat_template(chat, tools=[{"x": 1}], tokenize=False).startswith("with")
 
 
 @pytest.mark.parametrize(

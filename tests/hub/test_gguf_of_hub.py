@@ -53,7 +53,10 @@ def hub(content: bytes, asked: list[str]) -> Iterator[str]:
 
         def do_GET(self) -> None:
             asked.append(f"{self.command} {self.path}")
-            if self.path.startswith(f"/api/models/{REPO}"):
+            if self.path.startswith(f"/api/models/{REPO}/tree/"):
+                entries = [{"type": "file", "path": name, "size": len(content), "oid": "0" * 40} for name in NAMES]
+                self.answer(json.dumps(entries).encode())
+            elif self.path.startswith(f"/api/models/{REPO}"):
                 siblings = [{"rfilename": name} for name in NAMES]
                 self.answer(json.dumps({"id": REPO, "sha": COMMIT, "siblings": siblings}).encode())
             elif self.path.startswith(f"/{REPO}/resolve/") and self.path.endswith(tuple(NAMES)):
@@ -126,7 +129,7 @@ def test_which_file_is_meant(which: str, name: str) -> None:
 @pytest.mark.parametrize(
     ("which", "says"),
     [
-        ("K_M", "has no GGUF file 'K_M'"),
+        ("M_K", "has no GGUF file 'M_K'"),
         ("Q6_K", "in 2 parts, which are not read as they are"),
         ("F16", "has no GGUF file 'F16'"),  # what translates pictures is no model
         ("Q3_K_S", "has 2 GGUF files that 'Q3_K_S' may mean: x-Q3_K_S.gguf, y-Q3_K_S.gguf"),
