@@ -11,8 +11,7 @@ some length, a rope that changes behind its original length, or a window where t
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
-from types import MappingProxyType
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pagefold.errors import ModelNotFoundError, UnsupportedModelError
@@ -118,7 +117,7 @@ class ModelSpec:
     fused: FusedConfig | None = None
     not_fused: str = ""
     quantization: Quantization | None = None
-    stored_kinds: Mapping[str, str] = MappingProxyType({})
+    stored_kinds: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def full_layers(self) -> tuple[int, ...]:
