@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import product
 from math import inf
 from pathlib import Path  # noqa: TC003 - typer reads it
-from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Annotated, NamedTuple, cast
 
 import typer
 from rich.console import Console
@@ -35,7 +35,7 @@ from pagefold.masks.rule import CHUNK
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from pagefold.config import AttentionBackend, Device, Dtype, ModelImpl, TransportCodec
+    from pagefold.config import AttentionBackend, Device, Dtype, ModelImpl, QuantizationName, TransportCodec
     from pagefold.hub.progress import Progress
     from pagefold.quality.result import Evaluation
     from pagefold.quality.setting import Setting

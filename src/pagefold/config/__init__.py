@@ -7,6 +7,7 @@ from pagefold.config.engine_config import (
     Dtype,
     EngineConfig,
     ModelImpl,
+    QuantizationName,
     TransportCodec,
 )
 from pagefold.config.environment import (
@@ -37,6 +38,7 @@ __all__ = [
     "Flag",
     "KVEventsConfig",
     "ModelImpl",
+    "QuantizationName",
     "ServerConfig",
     "TenantQuota",
     "TransportCodec",

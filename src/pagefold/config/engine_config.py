@@ -24,6 +24,7 @@ __all__ = [
     "Dtype",
     "EngineConfig",
     "ModelImpl",
+    "QuantizationName",
     "TransportCodec",
 ]
 
@@ -155,8 +156,8 @@ class EngineConfig:
     kv_quality_floor: Annotated[
         float | None,
         Flag(
-            "Refuse a codec, w8a8_int8 or int4 under it: how often, as pagefold eval found, the likeliest token is that "
-            "of auto. 0.97 for 8 bit and 0.95 for less if not given.",
+            "Refuse a codec, w8a8_int8 or int4 under it: how often, as pagefold eval found, the likeliest token is "
+            "that of auto. 0.97 for 8 bit and 0.95 for less if not given.",
             metavar="SHARE",
         ),
     ] = None

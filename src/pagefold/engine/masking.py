@@ -46,6 +46,9 @@ def check_masking(config: EngineConfig, spec: ModelSpec, not_fused: str) -> None
         ConfigError: it is not so.
     """
     name = spec.folder.name
+    if spec.stored_kinds and config.quantization is None:
+        msg = f"kv_keep is set, and {name} is quantized: its scorers are of the model's own numbers."
+        raise ConfigError(msg, remedy="Set quantization=none, or leave kv_keep out.")
     if not_fused:
         msg = f"kv_keep takes the fused decoder for {name}, and that does not go with {not_fused}."
         raise ConfigError(msg, remedy="Leave kv_keep out, or change that.")

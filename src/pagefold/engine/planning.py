@@ -31,6 +31,7 @@ __all__ = ["geometry_of", "hardware_of", "plan_engine"]
 
 _NOTHING = Capacity(0, 0, 0, 1, 0, 1)
 
+_INT4_GROUP = 32
 _FUSED_DTYPES = "float32", "bfloat16"
 """What the fused decoder computes in."""
 _SCALE_BYTES = 4
@@ -240,6 +241,12 @@ def _in_its_way(config: EngineConfig, spec: ModelSpec, dtype: str, device: str) 
         yield "model_impl=transformers"
     from pagefold.runner.fused.formats import processor_lacks  # noqa: PLC0415 - kernels come with it
 
+    fused = spec.fused
+    if config.quantization == "int4" and fused is not None:
+        sizes = fused.hidden_size, fused.intermediate_size, fused.num_heads * fused.head_dim
+        odd = next((size for size in sizes if size % _INT4_GROUP), 0)
+        if odd:
+            yield f"quantization=int4 of columns of {odd} numbers (it takes multiples of {_INT4_GROUP})"
     kinds = spec.stored_kinds.values() if config.quantization is None else ()
     lacking = processor_lacks(dtype, config.quantization, kinds)
     if lacking:
@@ -262,7 +269,13 @@ def _check_fused(config: EngineConfig, spec: ModelSpec, not_fused: str) -> None:
     if config.model_impl == "pagefold":
         msg = f"model_impl is pagefold for {spec.folder.name}: the fused decoder does not go with {not_fused}."
         raise ConfigError(msg, remedy="Use model_impl=auto or transformers.")
-    wanted = "batch_invariant" if config.batch_invariant else "quantization" if config.quantization not in {None, "none"} else ""
+    wanted = (
+        "batch_invariant"
+        if config.batch_invariant
+        else "quantization"
+        if config.quantization not in {None, "none"}
+        else ""
+    )
     if wanted:
         msg = f"{wanted} takes the fused decoder for {spec.folder.name}, and that does not go with {not_fused}."
         raise ConfigError(msg, remedy=f"Leave {wanted} out, or change that.")

@@ -137,7 +137,7 @@ class Checkpoint:
         return list(self._files)
 
     def tensors(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """Return all tensors, floats in ``dtype``, by the names that the files have, or would if nothing were quantized.
+        """Return all tensors, floats in ``dtype``, by the names that files have where nothing is quantized.
 
         Raises:
             UnsupportedModelError: what is stored of one contradicts itself.

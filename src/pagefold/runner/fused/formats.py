@@ -72,7 +72,8 @@ def processor_lacks(dtype: str, quantization: str | None, kinds: Collection[str]
     """Return what this processor lacks without which nothing computes in the formats; empty if it has all.
 
     Args:
-        dtype, quantization: as for :func:`decoder_formats`.
+        dtype: ``float32`` or ``bfloat16``.
+        quantization: as in the config.
         kinds: of what is computed with as it is stored.
     """
     features = llvm.get_host_cpu_features()

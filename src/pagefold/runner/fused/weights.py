@@ -195,11 +195,16 @@ def pack_model(
         assert keeping is not None, "rows that score entries, where all are kept"
         return keeping.weights[layer]
 
+    def as_stored(one: Tensor) -> StoredMatrix:
+        found = checkpoint.stored(one.name)
+        assert found is not None, f"{one.name} was seen to be stored in blocks, and is not"
+        return found
+
     @torch.inference_mode()
     def pack(matrix: Matrix, into: Panels, layer: int = 0) -> None:
         for part, panels in zip(matrix.parts, into, strict=True):
             if isinstance(part.form, Blocks):
-                _pack_stored(part.form, [checkpoint.stored(one.name) for one in part.tensors], panels)
+                _pack_stored(part.form, [as_stored(one) for one in part.tensors], panels)
                 continue
             rows = [tensor(one, layer) for one in part.tensors]
             part.form.pack((torch.cat(rows) if len(rows) > 1 else rows[0]).numpy(), panels)

