@@ -38,7 +38,7 @@ class LLM:
     """A model with a paged, shared KV cache, in this process.
 
     Args:
-        model: a built-in name such as ``smollm2-135m``, a local folder, or a hub id.
+        model: a built-in name such as ``smollm2-135m``, a local folder, a GGUF file, or a hub id.
         disable_log_stats: False counts what happens, for :meth:`get_metrics`; as in vLLM, nothing is counted if not
             asked for.
         settings: fields of :class:`~pagefold.config.engine_config.EngineConfig`: ``dtype``, ``block_size``,

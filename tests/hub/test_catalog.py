@@ -18,9 +18,9 @@ import pytest
 
 from pagefold import errors
 from pagefold.errors import ConfigError, LicenseNotAcceptedError, ModelNotFoundError
+from pagefold.gguf.header import GgufError
 from pagefold.hub import catalog
 from pagefold.hub.catalog import CATALOG, Terms, resolve
-from pagefold.hub.gguf import GgufError
 from pagefold.hub.wheel import FileInWheel
 from pagefold.hub.wheel_parts import FileInWheels
 
@@ -57,8 +57,8 @@ def test_the_folders_name_follows_the_converters_version(tmp_path: Path, monkeyp
 
 def test_without_numpy_the_remedy_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "numpy", None)
-    for module in ("convert", "gguf", "dequantize", "tokenizer_files"):
-        monkeypatch.delitem(sys.modules, f"pagefold.hub.{module}", raising=False)
+    for module in ("hub.convert", "gguf.architectures", "gguf.architecture", "gguf.file", "gguf.dequantize"):
+        monkeypatch.delitem(sys.modules, f"pagefold.{module}", raising=False)
     with pytest.raises(ConfigError, match="pip install numpy"):
         resolve("smollm2-135m", tmp_path)
 
@@ -120,9 +120,9 @@ def test_weights_behind_a_broken_link(tmp_path: Path) -> None:
 
 
 def test_a_file_is_not_a_folder(tmp_path: Path) -> None:
-    (tmp_path / "model.gguf").write_text("x")
+    (tmp_path / "model.bin").write_text("x")
     with pytest.raises(ModelNotFoundError, match="is not a folder"):
-        resolve(str(tmp_path / "model.gguf"), tmp_path)
+        resolve(str(tmp_path / "model.bin"), tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,10 @@ import pytest
 from safetensors.numpy import load_file
 
 from pagefold.errors import PagefoldError, UnsupportedModelError
+from pagefold.gguf.file import GgufFile
+from pagefold.gguf.header import GgufFormatError
 from pagefold.hub.catalog import CONVERTER_VERSION
 from pagefold.hub.convert import convert
-from pagefold.hub.gguf import GgufFile, GgufFormatError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -135,14 +136,21 @@ def test_what_is_written_changes_only_with_the_converters_version(
 @pytest.mark.parametrize(
     ("metadata", "said"),
     [
-        ({"general.architecture": "qwen2"}, "architecture is 'qwen2'"),
-        ({"llama.rope.scaling.type": "yarn"}, "scales its positions"),
+        ({"general.architecture": "falcon"}, "architecture is 'falcon', which is none of llama, qwen2, qwen3, gemma2"),
+        ({"llama.rope.scaling.type": "dynamic"}, "scales its positions by 'dynamic'"),
+        ({"llama.attention.clamp_kqv": 8.0}, r"header has llama\.attention\.clamp_kqv"),
+        ({"llama.expert_count": 8}, "8 experts"),
+        ({"llama.attention.causal": False}, "later tokens"),
+        ({"llama.tensor_data_layout": "other"}, "'other'"),
+        ({"llama.feed_forward_length": [96, 64]}, "layers differ in llama.feed_forward_length"),
+        ({"split.count": 3}, "one of 3 parts"),
         ({"llama.rope.dimension_count": 8}, "rotates a part"),
         ({"llama.attention.value_length": 8}, "differ in length"),
         ({"tokenizer.ggml.model": "llama"}, "kind 'llama'"),
-        ({"tokenizer.ggml.pre": "qwen2"}, "family 'qwen2'"),
+        ({"tokenizer.ggml.model": "t5"}, "kind 't5'"),
+        ({"tokenizer.ggml.pre": "viking"}, "family 'viking'.*smollm, gpt-2, llama-bpe"),
         ({"tokenizer.ggml.pre": None}, "family 'none'"),
-        ({"tokenizer.ggml.add_bos_token": True}, "add_bos_token"),
+        ({"tokenizer.ggml.add_space_prefix": True}, "add_space_prefix"),
     ],
 )
 def test_models_that_would_be_converted_wrongly_are_refused(

@@ -10,15 +10,20 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pagefold.hub.dequantize import TENSOR_TYPES
-from pagefold.hub.gguf import GgufError, GgufFile, GgufFormatError, GgufTypeError
+from pagefold.gguf.dequantize import DEQUANTIZE
+from pagefold.gguf.file import GgufFile
+from pagefold.gguf.header import GgufError, GgufFormatError, GgufTypeError
+from pagefold.gguf.kinds import TENSOR_KINDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from pagefold.gguf.kinds import TensorKind
 
-TYPES = ("F32", "F16", "Q4_0", "Q4_1", "Q5_0", "Q8_0", "Q4_K", "Q6_K")
+
+TYPES = ("F32", "F16", "Q4_0", "Q4_1", "Q5_0", "Q8_0", "Q4_K", "Q6_K")  # of which there is a slow twin
+KINDS = [kind.name for kind in TENSOR_KINDS.values()]
 
 
 def bits(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -41,16 +46,27 @@ def test_numbers_equal_the_slow_twin_in_bits(tools: Any, tmp_path: Path, type_na
     np.testing.assert_array_equal(bits(found).ravel(), bits(np.array(tools.slow_numbers(stored))))
 
 
-@pytest.mark.parametrize("type_name", TYPES)
-def test_numbers_equal_those_of_ggmls_own_reader_in_bits(tools: Any, type_name: str) -> None:
-    """Any bytes at all, scales that are infinite or not numbers among them."""
+SCALES = {"Q6_K": (208,)} | dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2))
+EXTREME = (0.0, -0.0, 6e-8, -6e-8, 6.1e-5, 65504.0, -65504.0, np.inf, -np.inf, np.nan, 1.0)
+
+
+@pytest.mark.parametrize("kind", TENSOR_KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("scales", ["any", "extreme"])
+def test_numbers_equal_those_of_ggmls_own_reader_in_bits(kind: TensorKind, scales: str) -> None:
+    """Any bytes at all, scales that are infinite or not numbers among them; and every pair of extreme scales."""
     ggml = pytest.importorskip("gguf")
-    type_id = getattr(tools, type_name)
-    form = TENSOR_TYPES[type_id]
-    blocks = np.random.default_rng(5).integers(0, 256, (4000, form.block_bytes), dtype=np.uint8)
+    blocks = np.random.default_rng(5).integers(0, 256, (4000, kind.block_bytes), dtype=np.uint8)
+    if scales == "extreme" and kind.is_quantized:
+        for number, place in enumerate(SCALES.get(kind.name, (0,))):
+            which = np.arange(len(blocks)) // len(EXTREME) ** number % len(EXTREME)
+            blocks[:, place : place + 2] = np.array(EXTREME, "<f2")[which][:, None].view(np.uint8)
+    elif scales == "extreme":
+        blocks = np.array(EXTREME, "<f4").view(np.uint8).reshape(-1, kind.block_bytes)
     with np.errstate(all="ignore"):
-        ours = form.dequantize(blocks)
-        theirs = ggml.dequantize(blocks, ggml.GGMLQuantizationType(type_id)).reshape(ours.shape)
+        ours = DEQUANTIZE[kind.name](blocks)
+        theirs = ggml.dequantize(blocks, ggml.GGMLQuantizationType(kind.type_id)).reshape(ours.shape)
+    assert ours.dtype == np.float32
+    assert ours.shape == (len(blocks), kind.block_size)
     is_number = ~np.isnan(theirs)
     np.testing.assert_array_equal(np.isnan(ours), ~is_number)
     np.testing.assert_array_equal(bits(ours[is_number]), bits(theirs[is_number]))
@@ -70,7 +86,7 @@ def test_the_real_files_numbers_equal_the_slow_twin(tools: Any, real_gguf: Path,
     with GgufFile(real_gguf) as gguf:
         info, found = gguf.tensors[name], gguf.read(name)
     data = real_gguf.read_bytes()[info.offset_bytes : info.offset_bytes + info.num_bytes]
-    slow = tools.slow_numbers(tools.Stored(info.shape, info.type_id, data))
+    slow = tools.slow_numbers(tools.Stored(info.shape, info.kind.type_id, data))
     np.testing.assert_array_equal(bits(found).ravel(), bits(np.array(slow)))
 
 
@@ -78,11 +94,11 @@ def test_the_real_embedding_equals_the_slow_twin_at_both_ends(tools: Any, real_g
     with GgufFile(real_gguf) as gguf:
         info, found = gguf.tensors["token_embd.weight"], gguf.read("token_embd.weight")
     row_bytes = info.num_bytes // info.shape[0]
-    assert info.type_id == tools.Q8_0
+    assert info.kind.name == "Q8_0"
     with real_gguf.open("rb") as file:
         for row in (0, 1, 2, info.shape[0] - 1):
             file.seek(info.offset_bytes + row * row_bytes)
-            slow = tools.slow_numbers(tools.Stored((info.shape[1],), info.type_id, file.read(row_bytes)))
+            slow = tools.slow_numbers(tools.Stored((info.shape[1],), tools.Q8_0, file.read(row_bytes)))
             np.testing.assert_array_equal(bits(found[row]), bits(np.array(slow)))
 
 
@@ -160,9 +176,9 @@ def test_a_file_cut_short_anywhere(tools: Any, tmp_path: Path) -> None:
 
 def test_a_tensor_of_an_unknown_type_is_named(tools: Any, tmp_path: Path) -> None:
     path = tmp_path / "type.gguf"
-    for type_id, said in [(13, "Q5_K"), (999, "999")]:
+    for type_id, said in [(11, "Q3_K"), (999, "999")]:
         path.write_bytes(tools.encode_gguf({}, {"blk.0.w": tools.Stored((32,), type_id, bytes(32))}))
-        with pytest.raises(GgufTypeError, match=rf"blk\.0\.w is of type {said}.*Q4_0, Q4_1, Q5_0, Q8_0"):
+        with pytest.raises(GgufTypeError, match=rf"blk\.0\.w is of type {said}.*Q4_0, Q4_1, Q5_0, Q5_1, Q8_0"):
             GgufFile(path)
 
 

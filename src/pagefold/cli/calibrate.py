@@ -14,6 +14,7 @@ from rich.table import Table
 from pagefold.cli.fail import fail
 from pagefold.cli.fit_scorer import fit_scorer
 from pagefold.cli.models import progress_bar
+from pagefold.cli.options import MODEL_HELP
 from pagefold.cli.serve import check_installed, quiet_transformers
 from pagefold.errors import ConfigError, PagefoldError
 
@@ -27,9 +28,7 @@ _SHARES = (0.75, 0.5, 0.25)
 
 
 def calibrate(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A built-in name, a local folder, or a hub id org/name.")
-    ] = "smollm2-135m",
+    model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)] = "smollm2-135m",
     *,
     text: Annotated[
         Path | None,

@@ -15,7 +15,7 @@ from rich.console import Console
 from pagefold.cli.fail import fail
 from pagefold.cli.fit_scorer import fit_scorer
 from pagefold.cli.models import progress_bar
-from pagefold.cli.options import parse_layers
+from pagefold.cli.options import MODEL_HELP, parse_layers
 from pagefold.cli.serve import check_installed, quiet_transformers
 from pagefold.config import DROPPED_BITS, EngineConfig, cache_dir
 from pagefold.engine.verdicts import (
@@ -56,9 +56,7 @@ _WHAT, _TEXT, _ANSWER, _ENGINE = "What is evaluated", "Text", "Answer", "Engine"
 
 
 def evaluate(  # noqa: PLR0913 - one parameter a flag
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A built-in name, a local folder, or a hub id org/name.")
-    ] = "smollm2-135m",
+    model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)] = "smollm2-135m",
     *,
     kv_cache_dtype: Annotated[
         str | None,

@@ -13,6 +13,7 @@ from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from pagefold.cli.fail import fail
+from pagefold.cli.options import MODEL_HELP
 from pagefold.errors import PagefoldError
 from pagefold.hub.catalog import CATALOG, resolve
 
@@ -27,7 +28,7 @@ __all__ = ["app", "progress_bar"]
 
 app = typer.Typer(help="Models by name: list them, get one, or print where it is.", no_args_is_help=True)
 
-_Name = Annotated[str, typer.Argument(help="A built-in name, a local folder, or a hub id org/name.", metavar="NAME")]
+_Name = Annotated[str, typer.Argument(help=MODEL_HELP, metavar="NAME")]
 
 
 @app.command("list")
@@ -44,23 +45,30 @@ def list_models(
         here = "yes" if model.is_here(cache_dir) else "no"
         table.add_row(model.name, model.title, model.license_id, f"{model.num_params / 1e6:.1f} M", here)
     Console().print(table)
-    typer.echo("A local folder or a hub id (org/name) works wherever a name does.")
+    typer.echo("A local folder, a GGUF file or a hub id (org/name) works wherever a name does.")
 
 
 @app.command("get")
 def get_model(
     name: _Name,
     *,
+    file: Annotated[
+        str | None,
+        typer.Option("--file", help="Of a hub id: a GGUF file of it, by its name or its quantization.", metavar="FILE"),
+    ] = None,
     accept_license: Annotated[
         bool, typer.Option("--accept-license", help="Accept the model's terms of use, if it has any.")
     ] = False,
 ) -> None:
     """Fetch a model and convert it if need be, so that it starts at once later.
 
+    A hub id with GGUF files needs one of them: org/name:Q4_K_M, or --file.
+
     A model with terms of use of its own is not downloaded before you accept them: without the flag, this says where
     they are.
     """
-    typer.echo(f"{name} is in {_resolve(name, accept_license=accept_license)}")
+    whole = f"{name}:{file}" if file else name
+    typer.echo(f"{whole} is in {_resolve(whole, accept_license=accept_license)}")
 
 
 @app.command("path")

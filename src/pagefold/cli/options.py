@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from pagefold.config import Flag
 
 __all__ = [
+    "MODEL_HELP",
     "listed",
     "parse_layers",
     "parse_num_tokens",
@@ -31,6 +32,9 @@ __all__ = [
     "read_flags",
     "with_flags",
 ]
+
+MODEL_HELP = "A built-in name, a local folder, a GGUF file, or a hub id: org/name, or org/name:Q4_K_M of a GGUF in it."
+"""What may be given where a model is asked for."""
 
 
 def with_flags(**panels: type) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -16,7 +16,7 @@ import typer
 
 from pagefold import __version__
 from pagefold.cli.fail import fail
-from pagefold.cli.options import read_flags, with_flags
+from pagefold.cli.options import MODEL_HELP, read_flags, with_flags
 from pagefold.cli.permissions import tell_of_served
 from pagefold.cli.serve_fleet import FleetWish, KeepsArguments, serve_fleet
 from pagefold.config import (
@@ -80,9 +80,7 @@ class _Subscribers(NamedTuple):
 @with_flags(Server=ServerConfig, Engine=EngineConfig)
 def serve(  # noqa: PLR0913 - flags, by name
     context: typer.Context,
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A built-in name, a local folder, or a hub id org/name.")
-    ],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)],
     *,
     api_key_file: Annotated[
         str | None,

@@ -51,7 +51,7 @@ class EngineConfig:
     """What an engine is started with. What follows from it and from the model is a ``Capacity``.
 
     Attributes:
-        model: a built-in name, a local folder, or a hub id.
+        model: a built-in name, a local folder, a GGUF file, or a hub id.
         device: ``cpu``, ``cuda`` (an NVIDIA card), or ``auto`` for a card where there is one that will do.
         dtype: of weights, activations and KV. ``auto`` on a CPU is bfloat16, whatever the checkpoint holds, where the
             fused decoder computes and the processor has an instruction for it, and else float32; on a card it is
@@ -332,7 +332,9 @@ class EngineConfig:
             raise bad_value("request_timeout_s", self.request_timeout_s, "a positive number of seconds, or none at all")
         if not self.model:
             msg = "No model is named."
-            raise ConfigError(msg, remedy="Give a built-in name such as smollm2-135m, a local folder, or a hub id.")
+            raise ConfigError(
+                msg, remedy="Give a built-in name such as smollm2-135m, a local folder, a GGUF file, or a hub id."
+            )
         if not 1 <= self.block_size <= _MAX_BLOCK_SIZE or self.block_size & (self.block_size - 1):
             raise bad_value("block_size", self.block_size, f"a power of two up to {_MAX_BLOCK_SIZE}")
         self._check_sizes()

@@ -45,8 +45,8 @@ def prefix_layout_of(blueprint: Blueprint) -> PrefixLayout:
 
 
 def _label_of(model: str) -> str:
-    """Return what people call a model, for others: of a folder its name alone, not where it is on this machine."""
-    name = Path(model).resolve().name if Path(model).is_dir() else model
+    """Return what people call a model, for others: its name alone where it lies on this machine, and not where."""
+    name = Path(model).resolve().name if Path(model).exists() else model
     return "".join(character if character.isprintable() else "?" for character in name)
 
 

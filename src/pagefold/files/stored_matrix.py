@@ -1,4 +1,4 @@
-"""StoredMatrix: a matrix as a file has it, in blocks of one of GGML's kinds."""
+"""StoredMatrix: a quantized matrix as a file has it. Nobody has expanded it, and nobody has copied it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ __all__ = ["StoredMatrix"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredMatrix:
-    """A quantized matrix ``[N, K]``.
+    """A matrix of N rows of K numbers, each row in blocks of its kind.
 
     Attributes:
-        kind: of its blocks, by GGML's name: ``Q4_0``, ``Q4_1``, ``Q5_0``, ``Q5_1``, ``Q8_0``, ``Q4_K``, ``Q5_K`` or
-            ``Q6_K``.
+        kind: GGML's name of the kind of blocks, such as ``Q4_K``.
         shape: N and K.
-        blocks: uint8 ``[N, bytes of a row]``, mapped where a file has them so.
-        row_order: row i of the model is row ``row_order[i]`` of ``blocks``; None where they are in the model's order.
+        blocks: uint8 ``[N, bytes of a row]``, as in the file, which they are mapped from: nobody writes to them.
+        row_order: int64 ``[N]``: row i of the model is row ``row_order[i]`` of ``blocks``; None where rows lie in the
+            model's order.
     """
 
     kind: str

@@ -8,20 +8,25 @@ import struct
 from typing import TYPE_CHECKING, Any
 
 from pagefold.errors import ModelNotFoundError
+from pagefold.gguf.header import GgufError, GgufHeader
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["find_weight_files", "num_elements", "read_header", "tensor_headers"]
+__all__ = ["GGUF_WEIGHTS", "find_weight_files", "num_elements", "read_header", "tensor_headers"]
 
 _SINGLES = ("model.safetensors", "pytorch_model.bin")
+_GGUF = ".gguf"
+GGUF_WEIGHTS = f"model{_GGUF}"
+"""What the weights of a folder are called that was made of a GGUF file."""
 
 
 def find_weight_files(folder: Path) -> list[Path]:
     """Return the files that transformers would load from ``folder``, in order of their names; none if there are none.
 
     They are ``model.safetensors``, or the parts that its index names, or ``pytorch_model.bin`` likewise. Others hold
-    the same weights again for other programs, or no weights.
+    the same weights again for other programs, or no weights; but where there is none of those, ``model.gguf`` is the
+    file that the folder was made of.
 
     Raises:
         ModelNotFoundError: an index cannot be read, or names parts that are not there.
@@ -32,7 +37,7 @@ def find_weight_files(folder: Path) -> list[Path]:
         index = folder / f"{single}.index.json"
         if index.is_file():
             return _parts(index)
-    return []
+    return [folder / GGUF_WEIGHTS] if (folder / GGUF_WEIGHTS).is_file() else []
 
 
 def _parts(index: Path) -> list[Path]:
@@ -50,11 +55,14 @@ def _parts(index: Path) -> list[Path]:
 
 
 def read_header(file: Path) -> bytes:
-    """Return the header, JSON, of a safetensors file that is whole: the data of its tensors end where the file does.
+    """Return the header of a weight file that is whole: JSON of safetensors, whatever it is of GGUF.
 
     Raises:
-        ModelNotFoundError: it is not whole.
+        ModelNotFoundError: it is not whole: the data of its tensors do not end where the file does.
     """
+    if file.suffix == _GGUF:
+        with _opened(file) as gguf:
+            return gguf.raw()
     try:
         size = file.stat().st_size
         with file.open("rb") as opened:
@@ -74,8 +82,11 @@ def num_elements(file: Path) -> int:
     """Return the elements of all tensors in a weight file; of a pickled one, as if each took two bytes.
 
     Raises:
-        ModelNotFoundError: it is a safetensors file that is not whole.
+        ModelNotFoundError: it is a safetensors or GGUF file that is not whole.
     """
+    if file.suffix == _GGUF:
+        with _opened(file) as gguf:
+            return sum(math.prod(tensor.shape) for tensor in gguf.tensors.values())
     if file.suffix != ".safetensors":
         return file.stat().st_size // 2
     return sum(math.prod(tensor["shape"]) for tensor in _tensors(read_header(file)))
@@ -97,6 +108,13 @@ def tensor_headers(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
             raise ModelNotFoundError(message, remedy="Download it again.")
         found[name] = (str(tensor.get("dtype")), tuple(shape))
     return found
+
+
+def _opened(file: Path) -> GgufHeader:
+    try:
+        return GgufHeader(file)
+    except GgufError as error:
+        raise ModelNotFoundError(error.message, remedy=error.remedy or "Fetch it again.") from error
 
 
 def _tensors(header: bytes) -> list[dict[str, Any]]:

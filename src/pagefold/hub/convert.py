@@ -12,10 +12,8 @@ import math
 import struct
 from typing import TYPE_CHECKING, Any
 
-from pagefold.hub.architecture import refusal
-from pagefold.hub.gemma3 import GEMMA3
-from pagefold.hub.gguf import GgufFile
-from pagefold.hub.llama import LLAMA
+from pagefold.gguf.architectures import find_architecture
+from pagefold.gguf.file import GgufFile
 from pagefold.hub.progress import Progress, silent
 from pagefold.hub.publish import publish_folder
 from pagefold.hub.tokenizer_files import write_tokenizer_files
@@ -24,11 +22,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from pagefold.hub.architecture import Architecture, Weight
+    from pagefold.gguf.architecture import Weight
 
-__all__ = ["convert", "write_model_folder"]
+__all__ = ["convert", "write_all_but_weights", "write_model_folder"]
 
-_ARCHITECTURES = {"llama": LLAMA, "gemma3": GEMMA3}
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _NUMBERS_AT_ONCE = 1 << 22  # 16 MiB of float32
 
@@ -64,22 +61,26 @@ def write_model_folder(gguf_path: Path, folder: Path, *, progress: Progress = si
         OSError: the folder cannot be written.
     """
     with GgufFile(gguf_path) as gguf:
-        architecture = _architecture(gguf)
-        config = architecture.config(gguf)
-        weights = architecture.weights(gguf, config)
-        token_ids = {key: config[key] for key in _TOKEN_IDS if key in config}
-        _write_json(folder / "config.json", config)
-        _write_json(folder / "generation_config.json", token_ids)
-        write_tokenizer_files(gguf, folder)
+        weights = write_all_but_weights(gguf, folder)
         _write_weights(gguf, weights, folder / "model.safetensors", progress)
 
 
-def _architecture(gguf: GgufFile) -> Architecture:
-    name = gguf.value("general.architecture", str)
-    if name not in _ARCHITECTURES:
-        known = " nor ".join(repr(one) for one in _ARCHITECTURES)
-        raise refusal(gguf, f"its architecture is {name!r}, neither {known}")
-    return _ARCHITECTURES[name]
+def write_all_but_weights(gguf: GgufFile, folder: Path) -> dict[str, Weight]:
+    """Write the configs and the tokenizer's files into ``folder``, which exists; return the model's tensors.
+
+    Raises:
+        GgufFormatError: metadata or tensors are missing, or contradict each other.
+        UnsupportedModelError: a model or tokenizer of another architecture.
+        OSError: the folder cannot be written.
+    """
+    architecture = find_architecture(gguf)
+    config = architecture.config(gguf)
+    weights = architecture.weights(gguf, config)
+    token_ids = {key: config[key] for key in _TOKEN_IDS if config[key] is not None}
+    _write_json(folder / "config.json", config)
+    _write_json(folder / "generation_config.json", token_ids)
+    write_tokenizer_files(gguf, folder)
+    return weights
 
 
 def _write_weights(gguf: GgufFile, weights: Mapping[str, Weight], path: Path, progress: Progress) -> None:
@@ -99,7 +100,7 @@ def _write_weights(gguf: GgufFile, weights: Mapping[str, Weight], path: Path, pr
             progress(what, done, len(weights))
             num_rows = max(_NUMBERS_AT_ONCE // math.prod(weight.shape[1:]) // weight.rows_together, 1)
             for rows in gguf.read_rows(weight.gguf_name, num_rows * weight.rows_together):
-                file.write(weight.change(rows).astype("<f4", order="C", copy=False).data)
+                file.write(weight.of_model(rows).astype("<f4", order="C", copy=False).data)
     progress(what, len(weights), len(weights))
 
 

@@ -1,10 +1,14 @@
-"""SentencePiece's BPE out of GGUF metadata, as Gemma has it: no word boundaries, spaces as ``▁``, bytes for the rest.
+"""SentencePiece's BPE out of GGUF metadata: no word boundaries, spaces as ``▁``, bytes for the rest.
+
+Llama, Mistral and Phi 3 have it with a space before each text, and before what follows a token that is matched
+literally; Gemma has it without.
 
 SentencePiece has no list of merges. Two neighbours merge if together they are a token, the pair of the best score
 first. ``tokenizer.json`` wants the pairs, in that order: they are all the ways to cut each token into two others.
 
 Tokens that users defined are found before anything is merged, the longest at each place, and never merge. GGUF spells
-them with spaces, and SentencePiece looks for them when spaces are ``▁`` already.
+them with spaces, and Gemma's look for them when spaces are ``▁`` already. With a space before each text they are found
+as they are spelled: else that space would be theirs.
 """
 
 from __future__ import annotations
@@ -12,40 +16,47 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from pagefold.errors import UnsupportedModelError
-from pagefold.hub.gguf import GgufFormatError
-from pagefold.hub.vocabulary import BYTE, CONTROL, MATCHED_LITERALLY, NORMAL, USER_DEFINED, refuse_setting
+from pagefold.gguf.header import GgufFormatError
+from pagefold.hub.around_texts import post_processor
+from pagefold.hub.vocabulary import BYTE, CONTROL, MATCHED_LITERALLY, NORMAL, UNKNOWN, USER_DEFINED, refuse_setting
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pagefold.hub.gguf import GgufFile
+    from pagefold.gguf.header import GgufHeader
     from pagefold.hub.vocabulary import Vocabulary
 
 __all__ = ["sentence_piece_tokenizer"]
 
 _SPACE = "▁"
+_BARE = ("<unk>", "<s>", "<|endoftext|>")
+"""Of Phi 3's special tokens, those behind which spaces do count."""
 _REMEDY = "Use the model's original folder, which has a tokenizer.json."
 
 
-def sentence_piece_tokenizer(gguf: GgufFile, vocabulary: Vocabulary) -> dict[str, Any]:
+def sentence_piece_tokenizer(gguf: GgufHeader, vocabulary: Vocabulary) -> dict[str, Any]:
     """Return the content of ``tokenizer.json``.
 
     Raises:
-        UnsupportedModelError: it changes texts before it cuts them, adds a space or an end, or lacks a byte.
+        UnsupportedModelError: it changes texts before it cuts them, or lacks a byte.
         GgufFormatError: scores, or a token that others need, are missing.
     """
-    refuse_setting(gguf, "add_eos_token", default=False)
-    refuse_setting(gguf, "add_space_prefix", default=True)
     refuse_setting(gguf, "remove_extra_whitespaces", default=False)
     if "tokenizer.ggml.precompiled_charsmap" in gguf.metadata:
         message = f"{gguf.path} has a tokenizer with a precompiled_charsmap, which is not converted."
         raise UnsupportedModelError(message, remedy=_REMEDY)
-    tokens, added = _respelled(gguf, vocabulary), []
+    begins_with_space = gguf.value("tokenizer.ggml.add_space_prefix", bool, default=True)
+    tokens = vocabulary.tokens if begins_with_space else _respelled(gguf, vocabulary)
+    # Behind Phi 3's special tokens no space counts.
+    eats_spaces = {"rstrip": gguf.value("general.architecture", str) == "phi3"}
+    added: list[dict[str, Any]] = []
     for token_id, (token, type_) in enumerate(zip(tokens, vocabulary.types, strict=True)):
-        if type_ == CONTROL:
-            added.append({"id": token_id, "content": token, "special": True, **MATCHED_LITERALLY})
+        if type_ in (UNKNOWN, CONTROL):
+            strips = eats_spaces if token not in _BARE else {}
+            added.append({"id": token_id, "content": token, "special": True, **MATCHED_LITERALLY, **strips})
         elif type_ == USER_DEFINED:
-            added.append({"id": token_id, "content": token, "special": False, **MATCHED_LITERALLY, "normalized": True})
+            is_respelled = {"normalized": not begins_with_space}
+            added.append({"id": token_id, "content": token, "special": False, **MATCHED_LITERALLY, **is_respelled})
     bytes_here = {token for token, type_ in zip(tokens, vocabulary.types, strict=True) if type_ == BYTE}
     if bytes_here != {f"<0x{byte:02X}>" for byte in range(256)}:
         message = f"{gguf.path} has a tokenizer without a token for each byte, which is not converted."
@@ -58,15 +69,16 @@ def sentence_piece_tokenizer(gguf: GgufFile, vocabulary: Vocabulary) -> dict[str
         "truncation": None,
         "padding": None,
         "added_tokens": added,
-        "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE},
+        "normalizer": _normalizer(begins_with_space),
         "pre_tokenizer": None,
-        "post_processor": _begin(gguf, vocabulary),
+        "post_processor": post_processor(gguf, vocabulary, begins=True),
         "decoder": {
             "type": "Sequence",
             "decoders": [
                 {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "},
                 {"type": "ByteFallback"},
                 {"type": "Fuse"},
+                *([{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if begins_with_space else []),
             ],
         },
         "model": {
@@ -84,7 +96,8 @@ def sentence_piece_tokenizer(gguf: GgufFile, vocabulary: Vocabulary) -> dict[str
     }
 
 
-def _respelled(gguf: GgufFile, vocabulary: Vocabulary) -> list[str]:
+def _respelled(gguf: GgufHeader, vocabulary: Vocabulary) -> list[str]:
+    """Return the tokens as they are found where spaces are ``▁`` already."""
     tokens = [
         token.replace(" ", _SPACE) if type_ == USER_DEFINED else token
         for token, type_ in zip(vocabulary.tokens, vocabulary.types, strict=True)
@@ -95,7 +108,7 @@ def _respelled(gguf: GgufFile, vocabulary: Vocabulary) -> list[str]:
     return tokens
 
 
-def _scores(gguf: GgufFile, num_tokens: int) -> list[float]:
+def _scores(gguf: GgufHeader, num_tokens: int) -> list[float]:
     scores = gguf.values("tokenizer.ggml.scores", float)
     if len(scores) != num_tokens:
         message = f"{gguf.path}: it has {num_tokens} tokens and {len(scores)} scores."
@@ -114,19 +127,8 @@ def _merges(tokens: Sequence[str], types: Sequence[int], scores: Sequence[float]
     return merges
 
 
-def _begin(gguf: GgufFile, vocabulary: Vocabulary) -> dict[str, Any] | None:
-    """Return the post-processor that puts the first token before each text; None if there is none to put."""
-    if not gguf.value("tokenizer.ggml.add_bos_token", bool, default=True):
-        return None
-    begin = vocabulary.special.get("bos_token")
-    if begin is None:
-        message = f"{gguf.path}: its texts begin with a token that it does not name."
-        raise GgufFormatError(message)
-    begins = [{"SpecialToken": {"id": begin, "type_id": type_id}} for type_id in (0, 1)]
-    texts = [{"Sequence": {"id": name, "type_id": type_id}} for type_id, name in enumerate("AB")]
-    return {
-        "type": "TemplateProcessing",
-        "single": [begins[0], texts[0]],
-        "pair": [begins[0], texts[0], begins[1], texts[1]],
-        "special_tokens": {begin: {"id": begin, "ids": [vocabulary.tokens.index(begin)], "tokens": [begin]}},
-    }
+def _normalizer(begins_with_space: bool) -> dict[str, Any]:  # noqa: FBT001 - of one word
+    spaces = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
+    if not begins_with_space:
+        return spaces
+    return {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": _SPACE}, spaces]}

@@ -6,24 +6,25 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pagefold.errors import UnsupportedModelError
-from pagefold.hub.gguf import GgufFormatError
+from pagefold.gguf.header import GgufFormatError
 
 if TYPE_CHECKING:
-    from pagefold.hub.gguf import GgufFile
+    from pagefold.gguf.header import GgufHeader
 
 __all__ = [
     "BYTE",
     "CONTROL",
     "MATCHED_LITERALLY",
     "NORMAL",
+    "UNKNOWN",
     "USER_DEFINED",
     "Vocabulary",
     "read_vocabulary",
     "refuse_setting",
 ]
 
-# GGML's types of tokens. Control and user-defined ones are matched in the text before merges see it.
-NORMAL, CONTROL, USER_DEFINED, BYTE = 1, 3, 4, 6
+# GGML's types of tokens. Unknown, control and user-defined ones are matched in the text before merges see it.
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 
 # GGUF's names for the ids of special tokens, and transformers'.
 _SPECIAL_TOKENS = {
@@ -51,7 +52,7 @@ class Vocabulary:
     special: dict[str, str]
 
 
-def read_vocabulary(gguf: GgufFile) -> Vocabulary:
+def read_vocabulary(gguf: GgufHeader) -> Vocabulary:
     """Read the vocabulary from a file's metadata.
 
     Raises:
@@ -66,7 +67,7 @@ def read_vocabulary(gguf: GgufFile) -> Vocabulary:
     return Vocabulary(tokens, types, special)
 
 
-def _token(gguf: GgufFile, tokens: list[str], key: str) -> str:
+def _token(gguf: GgufHeader, tokens: list[str], key: str) -> str:
     token_id = gguf.value(key, int)
     if not 0 <= token_id < len(tokens):
         message = f"{gguf.path}: {key} is {token_id}, and there are {len(tokens)} tokens."
@@ -74,7 +75,7 @@ def _token(gguf: GgufFile, tokens: list[str], key: str) -> str:
     return tokens[token_id]
 
 
-def refuse_setting(gguf: GgufFile, key: str, *, default: bool) -> None:
+def refuse_setting(gguf: GgufHeader, key: str, *, default: bool) -> None:
     """Refuse a tokenizer whose setting ``key`` is on, or is on where the file does not say so.
 
     Raises:

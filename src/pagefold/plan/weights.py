@@ -113,7 +113,7 @@ def stored_dtype(quantization: str) -> WeightDtype:
 
 
 def count_parameters(folder: Path) -> int | None:
-    """Return the elements of all tensors in a folder's safetensors, from their headers; None without such files.
+    """Return the elements of all tensors in a folder's safetensors or GGUF, from headers; None without such files.
 
     Quantized matrices have as many as they stand for; None where nobody knows how they are stored.
 
@@ -121,7 +121,7 @@ def count_parameters(folder: Path) -> int | None:
         ModelNotFoundError: a file is not there, or not whole.
     """
     files = find_weight_files(folder)
-    if not files or files[0].suffix != ".safetensors":
+    if not files or files[0].suffix not in (".safetensors", ".gguf"):
         return None
     try:
         quantization = read_quantization(read_json_object(folder / "config.json"))

@@ -9,6 +9,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, AutoCo
 
 from pagefold.errors import UnsupportedModelError
 from pagefold.files.json_object import read_json_object
+from pagefold.files.weights import find_weight_files
 from pagefold.runner.fused.checkpoint import Checkpoint
 from pagefold.runner.turned_queries import NO_TURNS, StepTurns
 
@@ -139,12 +140,18 @@ def _check_biases(folder: Path, source: _Source, unexpected: Iterable[str]) -> N
 
 
 def _source(folder: Path, dtype: torch.dtype) -> _Source:
-    """Return the folder, or the dequantized tensors of one that is quantized."""
-    if not read_json_object(folder / "config.json").get("quantization_config"):
+    """Return the folder, or the tensors of one with files that transformers would read otherwise: dequantized.
+
+    They are made in the dtype of the weights, so that they are there once.
+    """
+    is_quantized = bool(read_json_object(folder / "config.json").get("quantization_config"))
+    if not is_quantized and not any(file.suffix == ".gguf" for file in find_weight_files(folder)):
         return _Source(AutoModelForCausalLM, folder, {})
     config = AutoConfig.from_pretrained(folder)
-    del config.quantization_config
-    tensors = Checkpoint(folder).dequantized(dtype)
+    if is_quantized:
+        del config.quantization_config
+    checkpoint = Checkpoint(folder)
+    tensors = {name: checkpoint.tensor(name).to(dtype) for name in checkpoint.names()}
     return _Source(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], None, {"config": config, "state_dict": tensors})
 
 

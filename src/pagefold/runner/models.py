@@ -313,6 +313,6 @@ def _fingerprint(config_file: Path, weight_files: list[Path]) -> str:
     for file in weight_files:
         stat = file.stat()
         digest.update(f"\n{file.name} {stat.st_size} {stat.st_mtime_ns}\n".encode())
-        if file.suffix == ".safetensors":
+        if file.suffix in (".safetensors", ".gguf"):
             digest.update(read_header(file))
     return digest.hexdigest()

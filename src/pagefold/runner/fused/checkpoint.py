@@ -11,19 +11,21 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from safetensors import safe_open
 
-from pagefold.errors import UnsupportedModelError
+from pagefold.errors import PagefoldError, UnsupportedModelError
 from pagefold.files.json_object import read_json_object
+from pagefold.files.stored_matrix import StoredMatrix
 from pagefold.files.weights import find_weight_files
+from pagefold.gguf.architectures import find_architecture
+from pagefold.gguf.file import GgufFile
 from pagefold.quantized import Part, read_quantization, tensors_of
 from pagefold.quantized.codes import settled
 from pagefold.quantized.dequantize import dequantize
 from pagefold.quantized.tiles import kind_of, stored_matrix
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
     from pathlib import Path
 
-    from pagefold.files.stored_matrix import StoredMatrix
     from pagefold.quantized import MatrixLayout
 
 __all__ = ["Checkpoint"]
@@ -43,7 +45,8 @@ class Checkpoint:
 
     Raises:
         ModelNotFoundError: a file is not there.
-        UnsupportedModelError: one cannot be read, or matrices are quantized in a way that is not computed.
+        GgufError: a GGUF file is damaged.
+        UnsupportedModelError: a file cannot be read, or matrices are quantized in a way that is not computed.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -51,7 +54,9 @@ class Checkpoint:
         self._files: dict[str, _File] = {}
         for path in find_weight_files(folder):
             try:
-                file = _Safetensors(path) if path.suffix == ".safetensors" else _Pickled(path)
+                file = _KINDS.get(path.suffix, _Pickled)(path)
+            except PagefoldError:
+                raise  # it says more than we could
             except Exception as error:  # a damaged pickle can raise anything
                 why = " ".join(str(error).split()) or type(error).__name__
                 msg = f"{path} cannot be read: {why[:_MAX_WHY]}"
@@ -93,38 +98,36 @@ class Checkpoint:
         return self._read(self._stored(name)).to(torch.float32)
 
     def stored(self, name: str) -> StoredMatrix | None:
-        """Return a quantized matrix in blocks that are exactly it; None where none are, or it is not quantized.
+        """Return a quantized matrix as its file has it, or in blocks that are exactly it.
+
+        None where :meth:`tensor` loses nothing, or no blocks are exactly it.
 
         Raises:
             UnsupportedModelError: what is stored of it contradicts itself.
         """
         layout = self._layout(name)
-        return None if layout is None else stored_matrix(layout, self._read)
+        if layout is not None:
+            return stored_matrix(layout, self._read)
+        stored = self._stored(name)
+        return self._files[stored].stored(stored)
 
     def kind(self, name: str) -> str | None:
-        """Return in which of GGML's kinds :meth:`stored` would return a matrix; None for in none.
+        """Return in which of GGML's kinds :meth:`stored` returns a matrix; None for in none. Its codes are not read.
 
         Raises:
             UnsupportedModelError: what is stored of it contradicts itself.
         """
         layout = self._layout(name)
-        return None if layout is None else kind_of(layout, self._read)
+        if layout is not None:
+            return kind_of(layout, self._read)
+        stored = self.stored(name)
+        return None if stored is None else stored.kind
 
-    def dequantized(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """Return all tensors of a quantized folder, floats in ``dtype``.
-
-        Raises:
-            UnsupportedModelError: what is stored of one contradicts itself.
-        """
-        assert self._quantization is not None, "a folder that is not quantized"
-        found = {}
-        for name, layout in tensors_of(self._quantization, self._parts).items():
-            if layout is not None:
-                found[name] = dequantize(settled(layout, self._read), self._read, dtype)
-                continue
-            tensor = self._read(name)
-            found[name] = tensor.to(dtype) if tensor.is_floating_point() else tensor
-        return found
+    def names(self) -> list[str]:
+        """Return the names of all tensors, as the files have them; of quantized matrices those of the matrices."""
+        if self._quantization is None:
+            return list(self._files)
+        return list(tensors_of(self._quantization, self._parts))
 
     def _check_bias(self, name: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Refuse a quantized matrix with a bias that its model has not. Tools write some of zeros."""
@@ -165,6 +168,8 @@ class _File(Protocol):
 
     def tensor(self, name: str) -> torch.Tensor: ...
 
+    def stored(self, name: str) -> StoredMatrix | None: ...
+
 
 class _Safetensors:
     def __init__(self, path: Path) -> None:
@@ -180,6 +185,9 @@ class _Safetensors:
     def tensor(self, name: str) -> torch.Tensor:
         tensor: torch.Tensor = self._opened.get_tensor(name)
         return tensor
+
+    def stored(self, name: str) -> StoredMatrix | None:  # noqa: ARG002 - none is
+        return None
 
 
 class _Pickled:
@@ -198,3 +206,38 @@ class _Pickled:
 
     def tensor(self, name: str) -> torch.Tensor:
         return self._tensors[name].detach()
+
+    def stored(self, name: str) -> StoredMatrix | None:  # noqa: ARG002 - none is
+        return None
+
+
+class _Gguf:
+    """A file that stays mapped: whoever has a matrix as it lies there has no copy of it."""
+
+    def __init__(self, path: Path) -> None:
+        self._opened = GgufFile(path)
+        architecture = find_architecture(self._opened)
+        self._weights = architecture.weights(self._opened, architecture.config(self._opened))
+
+    def names(self) -> Iterable[str]:
+        return self._weights.keys()
+
+    def part(self, name: str) -> Part:
+        weight = self._weights[name]
+        return Part(self._opened.tensors[weight.gguf_name].kind.name, weight.shape)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        weight = self._weights[name]
+        return torch.from_numpy(weight.of_model(self._opened.read(weight.gguf_name)))
+
+    def stored(self, name: str) -> StoredMatrix | None:
+        weight = self._weights[name]
+        kind = self._opened.tensors[weight.gguf_name].kind
+        if not kind.is_quantized or len(weight.shape) != 2:  # noqa: PLR2004 - a matrix
+            return None
+        num_rows, num_columns = weight.shape
+        blocks = self._opened.blocks(weight.gguf_name)
+        return StoredMatrix(kind.name, (num_rows, num_columns), blocks, weight.row_order())
+
+
+_KINDS: dict[str, Callable[[Path], _File]] = {".safetensors": _Safetensors, ".gguf": _Gguf}

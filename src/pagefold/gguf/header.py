@@ -1,15 +1,14 @@
-"""Read a GGUF file: its metadata, and its tensors as float32 arrays.
+"""Read the header of a GGUF file: its metadata, and where its tensors lie. Standard library only.
 
-Only what a model folder needs: little-endian files of versions 2 and 3, and the tensor types of 4-bit and 8-bit files.
-The layout of a file::
+Little-endian files of versions 2 and 3. The layout of a file::
 
     magic "GGUF" | version u32 | num_tensors u64 | num_keys u64
     num_keys    x (key string | value type u32 | value)
     num_tensors x (name string | num_dims u32 | dims u64... | tensor type u32 | offset u64)
     padding to the alignment | tensor data, each tensor at its offset from here
 
-Nothing in the file is trusted: every count is checked against the bytes that are left before anything is allocated
-for it.
+Nothing in the file is trusted: every count is checked against the bytes that are left before anything is allocated for
+it, and against what any model has, so that a header takes a few hundred MiB at most, however large the file is.
 """
 
 from __future__ import annotations
@@ -20,20 +19,18 @@ import struct
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
-import numpy as np
-
 from pagefold.errors import PagefoldError
-from pagefold.hub.dequantize import OTHER_TYPES, TENSOR_TYPES
+from pagefold.gguf.kinds import OTHER_KINDS, TENSOR_KINDS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
     from pathlib import Path
     from types import TracebackType
     from typing import Self
 
-    from numpy.typing import NDArray
+    from pagefold.gguf.kinds import TensorKind
 
-__all__ = ["GgufError", "GgufFile", "GgufFormatError", "GgufTypeError", "MetadataValue", "TensorInfo"]
+__all__ = ["GgufError", "GgufFormatError", "GgufHeader", "GgufTypeError", "MetadataValue", "TensorInfo"]
 
 Scalar = str | int | float | bool
 MetadataValue = Scalar | list[Scalar]
@@ -42,6 +39,15 @@ T = TypeVar("T", str, int, float, bool)
 _VERSIONS = (2, 3)
 _MAX_DIMS = 4
 _DEFAULT_ALIGNMENT_BYTES = 32
+
+_MAX_ENTRIES = 1 << 16
+"""Keys, and tensors: a model of a trillion parameters has some thousands."""
+_MAX_ITEMS = 1 << 22
+"""Items of all lists: the largest vocabularies have 300,000 tokens and 500,000 merges."""
+_MAX_NAME_BYTES = 1 << 16
+"""Of a key or a tensor's name, which GGUF itself bounds so."""
+_MAX_TEXT_BYTES = 1 << 26
+"""Of all strings: a chat template has some thousands, a vocabulary some millions."""
 
 _STRING = 8
 _ARRAY = 9
@@ -58,7 +64,7 @@ class GgufFormatError(GgufError):
 
 
 class GgufTypeError(GgufError):
-    """A tensor of a type (a kind of quantization) that is not known here."""
+    """A tensor of a kind (of quantization) that is not known here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,25 +74,26 @@ class TensorInfo:
     Attributes:
         name: GGUF's name, such as ``blk.0.attn_q.weight``.
         shape: rows first, as numpy and torch have it (the file stores it reversed).
-        type_id: GGML's number of the tensor type.
+        kind: how its numbers are stored.
         offset_bytes: from the start of the file.
         num_bytes: as stored.
     """
 
     name: str
     shape: tuple[int, ...]
-    type_id: int
+    kind: TensorKind
     offset_bytes: int
     num_bytes: int
 
 
-class GgufFile:
-    """An open GGUF file. Use it in a ``with`` statement, or call ``close``.
+class GgufHeader:
+    """The header of a GGUF file, which stays mapped. Use it in a ``with`` statement, or call ``close``.
 
     Attributes:
         path: the file.
         metadata: every key of the header.
         tensors: every tensor by its name, in the file's order.
+        num_bytes: of the header: tensors begin behind it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -97,7 +104,7 @@ class GgufFile:
 
         Raises:
             GgufFormatError: bad magic, an unknown version, or a file that is cut short or contradicts itself.
-            GgufTypeError: a tensor of a type that is not known here.
+            GgufTypeError: a tensor of a kind that is not known here.
             GgufError: the file cannot be opened.
         """
         self.path = path
@@ -112,17 +119,19 @@ class GgufFile:
             message = f"{path} cannot be read: {error.strerror or error}."
             raise GgufError(message) from error
         try:
-            self.metadata, self.tensors = _read_header(_Cursor(self._buffer, path))
+            cursor = _Cursor(self._buffer, path)
+            self.metadata, self.tensors = _read_header(cursor)
+            self.num_bytes = cursor.position
         except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
-        """Unmap the file. Arrays that were read stay valid: they are copies."""
+        """Unmap the file."""
         self._buffer.close()
 
     def __enter__(self) -> Self:
-        """Return the file itself."""
+        """Return the header itself."""
         return self
 
     def __exit__(
@@ -130,6 +139,10 @@ class GgufFile:
     ) -> None:
         """Close the file."""
         self.close()
+
+    def raw(self) -> bytes:
+        """Return the header's bytes."""
+        return self._buffer[: self.num_bytes]
 
     def value(self, key: str, kind: type[T], default: T | None = None) -> T:
         """Return the metadata value of ``key``, which must be of type ``kind`` (a whole number will do for a float).
@@ -159,39 +172,6 @@ class GgufFile:
             raise self._wrong(key, found)
         return items
 
-    def read(self, name: str) -> NDArray[np.float32]:
-        """Return a tensor, dequantized: float32, C-contiguous, of the shape in ``tensors[name].shape``.
-
-        The numbers are equal in bits to what other readers of the file get.
-
-        Raises:
-            KeyError: no tensor of that name.
-        """
-        info = self.tensors[name]
-        return self._numbers(info, 0, info.num_bytes).reshape(info.shape)
-
-    def read_rows(self, name: str, num_rows: int) -> Iterator[NDArray[np.float32]]:
-        """Yield a tensor as ``read`` has it, ``num_rows`` rows at a time; the last of them may be fewer.
-
-        A vector comes whole: its blocks may hold several of its rows, which are single numbers.
-
-        Raises:
-            KeyError: no tensor of that name.
-        """
-        info = self.tensors[name]
-        if len(info.shape) == 1:
-            yield self.read(name)
-            return
-        row_bytes = info.num_bytes // info.shape[0]
-        for start in range(0, info.shape[0], num_rows):
-            rows = min(num_rows, info.shape[0] - start)
-            yield self._numbers(info, start * row_bytes, rows * row_bytes).reshape(rows, *info.shape[1:])
-
-    def _numbers(self, info: TensorInfo, start_bytes: int, num_bytes: int) -> NDArray[np.float32]:
-        form = TENSOR_TYPES[info.type_id]
-        raw = np.frombuffer(self._buffer, np.uint8, count=num_bytes, offset=info.offset_bytes + start_bytes)
-        return form.dequantize(raw.reshape(-1, form.block_bytes))
-
     def _wrong(self, key: str, found: object) -> GgufFormatError:
         what = "is missing" if found is None else f"has an unexpected value of type {type(found).__name__}"
         return GgufFormatError(f"{self.path}: the metadata key {key!r} {what}.")
@@ -204,6 +184,8 @@ class _Cursor:
         self.buffer = buffer
         self.path = path
         self.position = 0
+        self.items_left = _MAX_ITEMS
+        self.text_bytes_left = _MAX_TEXT_BYTES
 
     def fail(self, what: str) -> NoReturn:
         message = f"{self.path} is damaged: {what}."
@@ -229,28 +211,47 @@ class _Cursor:
     def u64(self) -> int:
         return int(self.numbers("Q", 1)[0])
 
-    def text(self) -> str:
-        return self.texts(1)[0]
+    def count_of(self, what: str) -> int:
+        """Read how many keys or tensors there are."""
+        count = self.u64()
+        if count > _MAX_ENTRIES:
+            self.fail(f"a header of {count} {what}")
+        return count
+
+    def name(self) -> str:
+        start = self.position
+        (name,) = self.texts(1)
+        if self.position - start - 8 > _MAX_NAME_BYTES:
+            self.fail(f"a name of {self.position - start - 8} bytes, {name[:20]!r} and so on")
+        return name
 
     def texts(self, count: int) -> list[str]:
         # A vocabulary and its merges are 100,000 strings, most of the header's time: hence the local names.
-        buffer, position, end = self.buffer, self.position, len(self.buffer)
+        buffer, position = self.buffer, self.position
         self.require(count * 8)
+        # Whichever comes first: the end of the file, or of what is read of any.
+        end = min(len(buffer), position + 8 * count + self.text_bytes_left)
         found = []
         length_at = struct.Struct("<Q").unpack_from
-        for _ in range(count):
-            start = position + 8
-            if start > end:
-                self.fail_short()
-            position = start + length_at(buffer, position)[0]
-            if position > end:
-                self.fail_short()
-            found.append(buffer[start:position])
-        self.position = position
         try:
-            return [item.decode() for item in found]
+            for _ in range(count):
+                start = position + 8
+                if start > end:
+                    self.fail_at(end)
+                position = start + length_at(buffer, position)[0]
+                if position > end:
+                    self.fail_at(end)
+                found.append(buffer[start:position].decode())
         except UnicodeDecodeError:
             self.fail("a string in its header is not UTF-8")
+        self.text_bytes_left -= position - self.position - 8 * count
+        self.position = position
+        return found
+
+    def fail_at(self, end: int) -> NoReturn:
+        if end < len(self.buffer):
+            self.fail(f"strings of more than {_MAX_TEXT_BYTES} bytes in its header")
+        self.fail_short()
 
     def value(self) -> MetadataValue:
         type_id = self.u32()
@@ -260,12 +261,15 @@ class _Cursor:
         return self.items(item_type_id, count)
 
     def items(self, type_id: int, count: int) -> list[Scalar]:
+        # Before anything is made of it: struct itself overflows on an absurd count.
+        self.require(count)
+        self.items_left -= count
+        if self.items_left < 0:
+            self.fail(f"more than {_MAX_ITEMS} values in its header")
         if type_id == _STRING:
             return list(self.texts(count))
         if type_id not in _FIXED_WIDTH:
             self.fail(f"metadata of the unknown type {type_id}")
-        # Before the layout is built: struct itself overflows on an absurd count.
-        self.require(count)
         return self.numbers(_FIXED_WIDTH[type_id], count)
 
 
@@ -275,30 +279,39 @@ def _read_header(cursor: _Cursor) -> tuple[Mapping[str, MetadataValue], Mapping[
     if version not in _VERSIONS:
         message = f"{cursor.path} is GGUF of version {version} (or big-endian); versions 2 and 3 can be read."
         raise GgufFormatError(message)
-    num_tensors, num_keys = cursor.u64(), cursor.u64()
+    num_tensors, num_keys = cursor.count_of("tensors"), cursor.count_of("keys")
     metadata: dict[str, MetadataValue] = {}
     for _ in range(num_keys):
-        key = cursor.text()
+        key = cursor.name()
+        if key in metadata:
+            cursor.fail(f"it has the key {key} twice")
         metadata[key] = cursor.value()
     listed = [_read_tensor_info(cursor) for _ in range(num_tensors)]
 
     alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT_BYTES)
-    if not isinstance(alignment, int) or alignment <= 0:
+    if type(alignment) is not int or alignment <= 0:
         cursor.fail(f"an alignment of {alignment!r}")
-    data_start = math.ceil(cursor.position / alignment) * alignment
+    data_start = -(-cursor.position // alignment) * alignment
     tensors: dict[str, TensorInfo] = {}
     for name, shape, type_id, offset in listed:
-        info = TensorInfo(name, shape, type_id, data_start + offset, _stored_bytes(cursor, name, shape, type_id))
-        if info.offset_bytes + info.num_bytes > len(cursor.buffer):
+        kind = _kind_of(cursor, name, type_id)
+        if shape[-1] % kind.block_size:
+            cursor.fail(f"rows of {shape[-1]} numbers in its tensor {name} are not whole blocks of {kind.name}")
+        num_bytes = math.prod(shape) // kind.block_size * kind.block_bytes
+        info = TensorInfo(name, shape, kind, data_start + offset, num_bytes)
+        if offset % alignment:
+            cursor.fail(f"its tensor {name} lies at byte {offset}, which is no multiple of {alignment}")
+        if info.offset_bytes + num_bytes > len(cursor.buffer):
             cursor.fail(f"it ends at byte {len(cursor.buffer)}, before the end of its tensor {name}")
         if name in tensors:
             cursor.fail(f"it has two tensors named {name}")
         tensors[name] = info
+    _hold_apart(cursor, tensors)
     return metadata, tensors
 
 
 def _read_tensor_info(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
-    name, num_dims = cursor.text(), cursor.u32()
+    name, num_dims = cursor.name(), cursor.u32()
     if not 1 <= num_dims <= _MAX_DIMS:
         cursor.fail(f"its tensor {name} has {num_dims} dimensions")
     dims = [cursor.u64() for _ in range(num_dims)]
@@ -307,13 +320,19 @@ def _read_tensor_info(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
     return name, tuple(reversed(dims)), cursor.u32(), cursor.u64()
 
 
-def _stored_bytes(cursor: _Cursor, name: str, shape: tuple[int, ...], type_id: int) -> int:
-    form = TENSOR_TYPES.get(type_id)
-    if form is None:
-        known = ", ".join(known.name for known in TENSOR_TYPES.values())
-        type_name = OTHER_TYPES.get(type_id, str(type_id))
-        message = f"{cursor.path}: the tensor {name} is of type {type_name}, which cannot be read; these can: {known}."
+def _kind_of(cursor: _Cursor, name: str, type_id: int) -> TensorKind:
+    kind = TENSOR_KINDS.get(type_id)
+    if kind is None:
+        known = ", ".join(known.name for known in TENSOR_KINDS.values())
+        said = OTHER_KINDS.get(type_id, str(type_id))
+        message = f"{cursor.path}: the tensor {name} is of type {said}, which cannot be read; these can: {known}."
         raise GgufTypeError(message, remedy="Use a file of one of those types, or the model's original folder.")
-    if shape[-1] % form.block_size:
-        cursor.fail(f"rows of {shape[-1]} numbers in its tensor {name} are not whole blocks of {form.name}")
-    return math.prod(shape) // form.block_size * form.block_bytes
+    return kind
+
+
+def _hold_apart(cursor: _Cursor, tensors: Mapping[str, TensorInfo]) -> None:
+    end = 0
+    for info in sorted(tensors.values(), key=lambda info: info.offset_bytes):
+        if info.offset_bytes < end:
+            cursor.fail(f"its tensor {info.name} lies on another one")
+        end = info.offset_bytes + info.num_bytes
