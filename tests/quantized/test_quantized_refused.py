@@ -75,6 +75,8 @@ WRONG = {
     ),
     "targets that are none": (scheme(**W4) | {"ignore": "lm_head"}, "ignore = 'lm_head'"),
     "an expression that is none": (scheme(**W4) | {"ignore": ["re:("]}, r"'re:\(' in ignore, which is no expression"),
+    "an expression that takes for ever": (scheme(**W4) | {"ignore": ["re:(.+)+$"]}, "that may take too long"),
+    "an expression that repeats too much": (scheme(**W4) | {"ignore": ["re:" + ".*" * 30]}, "that may take too long"),
     "an expression without end": (scheme(**W4) | {"ignore": ["re:" + "a" * 600]}, "an expression of 603 characters"),
 }
 

@@ -124,3 +124,27 @@ def test_columns_that_blocks_do_not_divide(tmp_path):
     checkpoint = Checkpoint(found.quantized)
     kinds = {each: checkpoint.stored(each) for each in found.matrices}
     assert {each.split(".")[-2] for each, one in kinds.items() if one is None} == {"down_proj"}
+
+
+def test_zero_points_that_no_kind_holds(tmp_path):
+    """A matrix with one zero point has it in a number of its own, which may be far from its codes."""
+    from quantized_folders import draw, scheme, tensor, words
+
+    random = np.random.default_rng(0)
+    config = scheme(format="pack-quantized", num_bits=4, symmetric=False, strategy="tensor")
+
+    def make(_, shape):
+        coded = draw(random, shape, bits=4, size=shape[1], zero=125, scale=torch.float16, signed=True)
+        coded = coded._replace(scales=np.full_like(coded.scales, 0.01234).astype(np.float16).astype(np.float32))
+        return coded, {
+            "weight_packed": tensor(words(coded.codes + 8, 4)),
+            "weight_scale": tensor(coded.scales[:1, 0], torch.float16),
+            "weight_zero_point": tensor(coded.zeros[:1, 0].astype(np.int8)),
+            "weight_shape": torch.tensor(shape),
+        }
+
+    found = save_quantized(tmp_path, config, make)
+    checkpoint = Checkpoint(found.quantized)
+    for each, coded in found.matrices.items():
+        assert checkpoint.kind(each) is checkpoint.stored(each) is None
+        assert np.array_equal(checkpoint.tensor(each).numpy(), coded.weights)

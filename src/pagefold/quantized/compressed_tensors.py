@@ -42,8 +42,11 @@ _CODES = {"I8": "int", "F8_E4M3": "float"}
 _ODD = "U8", "I16", "F8_E5M2"
 """Dtypes of codes that nobody defines here."""
 _FLOATS = "F16", "BF16", "F32"
-_LONGEST = 500
-"""Characters of an expression."""
+_LONGEST, _MOST_REPEATS = 500, 5
+"""Characters of an expression, and what in it repeats without end: more could take for ever on a long name."""
+_REPEATS = re.compile(r"[*+]|\{\d*,\}")
+_REPEATED_GROUP = re.compile(r"\)(?:[*+]|\{)")
+"""A group that repeats: where it has something that repeats in it, that takes for ever on some names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +242,9 @@ def _targets(given: object, name: str) -> tuple[str, ...]:
         if len(each) > _LONGEST:
             message = f"The config has an expression of {len(each)} characters in {name}."
             raise UnsupportedModelError(message, remedy=f"Expressions have at most {_LONGEST}.")
+        if len(_REPEATS.findall(each)) > _MOST_REPEATS or _REPEATED_GROUP.search(each):
+            message = f"The config has {each[:60]!r} in {name}, an expression that may take too long."
+            raise UnsupportedModelError(message, remedy=f"Repeat no groups, and no more than {_MOST_REPEATS} others.")
         try:
             re.compile(each[3:])
         except (re.error, OverflowError, RecursionError) as error:

@@ -16,20 +16,17 @@ if TYPE_CHECKING:
 __all__ = ["dequantize"]
 
 
-def dequantize(
-    layout: MatrixLayout, read: Callable[[str], torch.Tensor], dtype: torch.dtype = torch.float32
-) -> torch.Tensor:
-    """Return a matrix ``[N, K]``.
+def dequantize(layout: MatrixLayout, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
+    """Return a matrix, float32 ``[N, K]``.
 
     Args:
         layout: of it; see :func:`~pagefold.quantized.codes.settled`.
         read: returns a stored tensor.
-        dtype: to which float32 is rounded.
 
     Raises:
         UnsupportedModelError: what is stored contradicts itself.
     """
-    matrix = torch.empty(layout.shape, dtype=dtype)
+    matrix = torch.empty(layout.shape, dtype=torch.float32)
     for rows in coded_rows(layout, read):
         weights = rows.codes.to(torch.float32)
         if rows.zeros is not None:

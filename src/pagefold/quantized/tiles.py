@@ -59,7 +59,7 @@ def kind_of(layout: MatrixLayout, read: Callable[[str], torch.Tensor]) -> str | 
     kinds = [kind for kind, (least, most) in _KINDS.items() if least <= low and high <= most]
     if layout.codes.bits == _NIBBLE_BITS and zeros is not None and "Q4_0" not in kinds:
         minima = _minima(zeros.numpy(), scales.numpy())
-        return "Q4_1" if _are_halves(minima) else kinds[0]
+        kinds = ["Q4_1"] if _are_halves(minima) else kinds
     return kinds[0] if kinds else None
 
 

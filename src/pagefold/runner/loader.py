@@ -140,17 +140,18 @@ def _check_biases(folder: Path, source: _Source, unexpected: Iterable[str]) -> N
 
 
 def _source(folder: Path, dtype: torch.dtype) -> _Source:
-    """Return the folder, or the tensors of one that is quantized, or lies in a file that transformers would convert.
+    """Return the folder, or the tensors of one with files that transformers would read otherwise: dequantized.
 
     They are made in the dtype of the weights, so that they are there once.
     """
     is_quantized = bool(read_json_object(folder / "config.json").get("quantization_config"))
-    if not is_quantized and all(file.suffix != ".gguf" for file in find_weight_files(folder)):
+    if not is_quantized and not any(file.suffix == ".gguf" for file in find_weight_files(folder)):
         return _Source(AutoModelForCausalLM, folder, {})
     config = AutoConfig.from_pretrained(folder)
     if is_quantized:
         del config.quantization_config
-    tensors = Checkpoint(folder).tensors(dtype)
+    checkpoint = Checkpoint(folder)
+    tensors = {name: checkpoint.tensor(name).to(dtype) for name in checkpoint.names()}
     return _Source(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], None, {"config": config, "state_dict": tensors})
 
 

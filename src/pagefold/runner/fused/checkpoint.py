@@ -32,7 +32,6 @@ __all__ = ["Checkpoint"]
 
 _BASE, _WEIGHT = "model.", ".weight"
 _MAX_WHY = 300
-_MATRIX = 2  # dimensions
 _REMEDY = "Check that config.json and the weights belong together, or download them again."
 
 
@@ -99,7 +98,9 @@ class Checkpoint:
         return self._read(self._stored(name)).to(torch.float32)
 
     def stored(self, name: str) -> StoredMatrix | None:
-        """Return a quantized matrix in blocks that are exactly it; None where none are, or it is not quantized.
+        """Return a quantized matrix as its file has it, or in blocks that are exactly it.
+
+        None where :meth:`tensor` loses nothing, or no blocks are exactly it.
 
         Raises:
             UnsupportedModelError: what is stored of it contradicts itself.
@@ -111,7 +112,7 @@ class Checkpoint:
         return self._files[stored].stored(stored)
 
     def kind(self, name: str) -> str | None:
-        """Return in which of GGML's kinds :meth:`stored` would return a matrix; None for in none.
+        """Return in which of GGML's kinds :meth:`stored` returns a matrix; None for in none. Its codes are not read.
 
         Raises:
             UnsupportedModelError: what is stored of it contradicts itself.
@@ -119,40 +120,23 @@ class Checkpoint:
         layout = self._layout(name)
         if layout is not None:
             return kind_of(layout, self._read)
-        stored = self._stored(name)
-        return self._files[stored].kind(stored)
+        stored = self.stored(name)
+        return None if stored is None else stored.kind
 
     def kinds(self) -> dict[str, str]:
-        """Return the kinds of all matrices that :meth:`stored` would return, by transformers' names of them.
+        """Return the kinds of all matrices that :meth:`stored` returns, by the names that files have of them.
 
         Raises:
             UnsupportedModelError: what is stored of one contradicts itself.
         """
-        names = self._files if self._quantization is None else tensors_of(self._quantization, self._parts)
-        kinds = {name: self.kind(name) for name in names}
+        kinds = {name: self.kind(name) for name in self.names()}
         return {name: kind for name, kind in kinds.items() if kind is not None}
 
     def names(self) -> list[str]:
-        """Return the names of all tensors, as the files have them."""
-        return list(self._files)
-
-    def tensors(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """Return all tensors, floats in ``dtype``, by the names that files have where nothing is quantized.
-
-        Raises:
-            UnsupportedModelError: what is stored of one contradicts itself.
-        """
-        layouts: Mapping[str, MatrixLayout | None] = dict.fromkeys(self._files)
-        if self._quantization is not None:
-            layouts = tensors_of(self._quantization, self._parts)
-        found = {}
-        for name, layout in layouts.items():
-            if layout is not None:
-                found[name] = dequantize(settled(layout, self._read), self._read, dtype)
-                continue
-            tensor = self._read(name)
-            found[name] = tensor.to(dtype) if tensor.is_floating_point() else tensor
-        return found
+        """Return the names of all tensors, as the files have them; of quantized matrices those of the matrices."""
+        if self._quantization is None:
+            return list(self._files)
+        return list(tensors_of(self._quantization, self._parts))
 
     def _check_bias(self, name: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Refuse a quantized matrix with a bias that its model has not. Tools write some of zeros."""
@@ -195,8 +179,6 @@ class _File(Protocol):
 
     def stored(self, name: str) -> StoredMatrix | None: ...
 
-    def kind(self, name: str) -> str | None: ...
-
 
 class _Safetensors:
     def __init__(self, path: Path) -> None:
@@ -213,11 +195,8 @@ class _Safetensors:
         tensor: torch.Tensor = self._opened.get_tensor(name)
         return tensor
 
-    def stored(self, name: str) -> None:
-        """None: of a quantized folder, matrices are made of several tensors."""
-
-    def kind(self, name: str) -> None:
-        """None, likewise."""
+    def stored(self, name: str) -> StoredMatrix | None:  # noqa: ARG002 - none is
+        return None
 
 
 class _Pickled:
@@ -237,11 +216,8 @@ class _Pickled:
     def tensor(self, name: str) -> torch.Tensor:
         return self._tensors[name].detach()
 
-    def stored(self, name: str) -> None:
-        """None: of a quantized folder, matrices are made of several tensors."""
-
-    def kind(self, name: str) -> None:
-        """None, likewise."""
+    def stored(self, name: str) -> StoredMatrix | None:  # noqa: ARG002 - none is
+        return None
 
 
 class _Gguf:
@@ -263,16 +239,14 @@ class _Gguf:
         weight = self._weights[name]
         return torch.from_numpy(weight.of_model(self._opened.read(weight.gguf_name)))
 
-    def kind(self, name: str) -> str | None:
-        kind = self._opened.tensors[self._weights[name].gguf_name].kind
-        return kind.name if kind.is_quantized and len(self._weights[name].shape) == _MATRIX else None
-
     def stored(self, name: str) -> StoredMatrix | None:
-        kind, weight = self.kind(name), self._weights[name]
-        if kind is None:
+        weight = self._weights[name]
+        kind = self._opened.tensors[weight.gguf_name].kind
+        if not kind.is_quantized or len(weight.shape) != 2:  # noqa: PLR2004 - a matrix
             return None
         num_rows, num_columns = weight.shape
-        return StoredMatrix(kind, (num_rows, num_columns), self._opened.blocks(weight.gguf_name), weight.row_order())
+        blocks = self._opened.blocks(weight.gguf_name)
+        return StoredMatrix(kind.name, (num_rows, num_columns), blocks, weight.row_order())
 
 
 _KINDS: dict[str, Callable[[Path], _File]] = {".safetensors": _Safetensors, ".gguf": _Gguf}
