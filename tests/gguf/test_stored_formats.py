@@ -6,8 +6,8 @@ does just that in float64. And the bits are the same in every setting, as in eve
 
 from __future__ import annotations
 
-from pathlib import Path
 from random import Random
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -25,6 +25,9 @@ from pagefold.engine.planning import plan_engine
 from pagefold.hub import CATALOG, resolve
 from pagefold.kernels.block_rounding import round_to_blocks
 from pagefold.runner.fused.weights import pack_model, packed_bytes
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 FUSED = [family for family in FAMILIES if not family.startswith("phi3")]
 QUICK = ("llama", "gemma3")

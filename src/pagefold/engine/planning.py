@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from pagefold.config import EngineConfig
     from pagefold.engine.hardware import Hardware
     from pagefold.hub.progress import Progress
+    from pagefold.runner.fused.families import FusedConfig
     from pagefold.runner.models import ModelSpec
 
 __all__ = ["geometry_of", "hardware_of", "plan_engine"]
@@ -241,16 +242,18 @@ def _in_its_way(config: EngineConfig, spec: ModelSpec, dtype: str, device: str) 
         yield "model_impl=transformers"
     from pagefold.runner.fused.formats import processor_lacks  # noqa: PLC0415 - kernels come with it
 
-    fused = spec.fused
-    if config.quantization == "int4" and fused is not None:
-        sizes = fused.hidden_size, fused.intermediate_size, fused.num_heads * fused.head_dim
-        odd = next((size for size in sizes if size % _INT4_GROUP), 0)
-        if odd:
-            yield f"quantization=int4 of columns of {odd} numbers (it takes multiples of {_INT4_GROUP})"
+    if config.quantization == "int4" and spec.fused is not None:
+        odd = [size for size in _column_sizes(spec.fused) if size % _INT4_GROUP]
+        yield from (f"int4 of columns of {size} numbers (it takes multiples of {_INT4_GROUP})" for size in odd)
     kinds = spec.stored_kinds.values() if config.quantization is None else ()
     lacking = processor_lacks(dtype, config.quantization, kinds)
     if lacking:
         yield f"a processor without {lacking}"
+
+
+def _column_sizes(fused: FusedConfig) -> tuple[int, ...]:
+    """Return how many numbers the columns of a model's matrices have."""
+    return fused.hidden_size, fused.intermediate_size, fused.num_heads * fused.head_dim
 
 
 def _check_fused(config: EngineConfig, spec: ModelSpec, not_fused: str) -> None:

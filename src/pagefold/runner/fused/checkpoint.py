@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Checkpoint"]
 
-_BASE, _WEIGHT = "model.", ".weight"
+_BASE, _HEAD, _WEIGHT = "model.", "lm_head.", ".weight"
 _MAX_WHY = 300
 _REMEDY = "Check that config.json and the weights belong together, or download them again."
 
@@ -124,13 +124,14 @@ class Checkpoint:
         return None if stored is None else stored.kind
 
     def kinds(self) -> dict[str, str]:
-        """Return the kinds of all matrices that :meth:`stored` returns, by the names that files have of them.
+        """Return the kinds of all matrices that :meth:`stored` returns, by transformers' names of them.
 
         Raises:
             UnsupportedModelError: what is stored of one contradicts itself.
         """
         kinds = {name: self.kind(name) for name in self.names()}
-        return {name: kind for name, kind in kinds.items() if kind is not None}
+        names = {name: name if name.startswith((_BASE, _HEAD)) else f"{_BASE}{name}" for name in kinds}
+        return {names[name]: kind for name, kind in kinds.items() if kind is not None}
 
     def names(self) -> list[str]:
         """Return the names of all tensors, as the files have them; of quantized matrices those of the matrices."""

@@ -189,42 +189,18 @@ def pack_model(
     of_embedding = of_head if embedding is None else room.take(embedding)
     of_layers = tuple(PackedLayer(*map(room.take, layer)) for layer in layers)
 
-    def tensor(one: Tensor, layer: int) -> torch.Tensor:
-        if one.name != SCORERS:
-            return checkpoint.tensor(one.name)
-        assert keeping is not None, "rows that score entries, where all are kept"
-        return keeping.weights[layer]
-
-    def as_stored(one: Tensor) -> StoredMatrix:
-        found = checkpoint.stored(one.name)
-        assert found is not None, f"{one.name} was seen to be stored in blocks, and is not"
-        return found
-
-    @torch.inference_mode()
-    def pack(matrix: Matrix, into: Panels, layer: int = 0) -> None:
-        for part, panels in zip(matrix.parts, into, strict=True):
-            if isinstance(part.form, Blocks):
-                _pack_stored(part.form, [as_stored(one) for one in part.tensors], panels)
-                continue
-            rows = [tensor(one, layer) for one in part.tensors]
-            part.form.pack((torch.cat(rows) if len(rows) > 1 else rows[0]).numpy(), panels)
-
-    def pack_layer(index: int) -> None:
-        for matrix, into in zip(layers[index], of_layers[index], strict=True):
-            pack(matrix, into, index)
-
-    def pack_vocabulary() -> None:
-        pack(head, of_head)
-        if embedding is not None:
-            pack(embedding, of_embedding)
+    source = _Source(checkpoint, keeping)
+    every = [(head, of_head), *([] if embedding is None else [(embedding, of_embedding)])]
+    for matrix, _ in every:  # as those of layers were: some formats pack with what is compiled, in every thread
+        matrix.parts[0].form.tiles()
 
     with ThreadPoolExecutor(available_cpus()) as threads:  # copying lets go of the GIL
-        vocabulary = threads.submit(pack_vocabulary)  # the largest piece first
-        list(threads.map(pack_layer, range(config.num_layers)))
-        vocabulary.result()
+        vocabulary = [threads.submit(source.pack, *one) for one in every]  # the largest pieces first
+        list(threads.map(source.pack_layer, layers, of_layers, range(config.num_layers)))
+        for one in vocabulary:
+            one.result()
     tables = [_tables_of(layer, panels) for layer, panels in zip(layers, of_layers, strict=True)]
     qkv, out, gate_up, down = (np.stack(each) for each in zip(*tables, strict=True))
-    at_head = _table(head, of_head)
     weights = DecoderWeights(
         **_numbers_of(config, checkpoint)._asdict(),
         qkv=qkv,
@@ -234,7 +210,7 @@ def pack_model(
         down=down,
         forms=np.array([[layer.qkv.rows, layer.out.rows, layer.gate.rows, layer.down.rows] for layer in layers]),
         head_form=head.rows,
-        head=at_head,
+        head=_table(head, of_head),
         embedding=_table(embedding or head, of_embedding, is_embedding=True),
         rope=rope_tables(config, folder, num_positions),
         rope_of_layer=np.array(config.rope_of_layer, np.int64),
@@ -248,13 +224,44 @@ def pack_model(
     return PackedModel(weights, of_layers, of_head, of_embedding, longest)
 
 
-def _pack_stored(form: Blocks, matrices: list[StoredMatrix], panels: NDArray[np.uint8]) -> None:
-    """Pack matrices one behind the other, as a checkpoint has them."""
-    if len(matrices) == 1:
-        form.pack_blocks(matrices[0].blocks, panels, matrices[0].row_order)
-        return
-    blocks = [one.blocks if one.row_order is None else one.blocks[one.row_order] for one in matrices]
-    form.pack_blocks(np.concatenate(blocks), panels)
+class _Source(NamedTuple):
+    """Where matrices come from.
+
+    Attributes:
+        checkpoint: which has all, but for those that score entries.
+        keeping: which has these; None where all entries are kept.
+    """
+
+    checkpoint: Checkpoint
+    keeping: Keeping | None
+
+    def pack_layer(self, layer: Layer, into: PackedLayer, index: int) -> None:
+        """Pack the matrices of a layer."""
+        for matrix, panels in zip(layer, into, strict=True):
+            self.pack(matrix, panels, index)
+
+    @torch.inference_mode()
+    def pack(self, matrix: Matrix, into: Panels, layer: int = 0) -> None:
+        """Pack a matrix."""
+        for part, panels in zip(matrix.parts, into, strict=True):
+            if isinstance(part.form, Blocks):
+                stored = [self._stored(one) for one in part.tensors]
+                blocks = [one.blocks if one.row_order is None else one.blocks[one.row_order] for one in stored]
+                part.form.pack_blocks(np.concatenate(blocks) if len(blocks) > 1 else blocks[0], panels)
+                continue
+            rows = [self._numbers(one, layer) for one in part.tensors]
+            part.form.pack((torch.cat(rows) if len(rows) > 1 else rows[0]).numpy(), panels)
+
+    def _numbers(self, tensor: Tensor, layer: int) -> torch.Tensor:
+        if tensor.name != SCORERS:
+            return self.checkpoint.tensor(tensor.name)
+        assert self.keeping is not None, "rows that score entries, where all are kept"
+        return self.keeping.weights[layer]
+
+    def _stored(self, tensor: Tensor) -> StoredMatrix:
+        found = self.checkpoint.stored(tensor.name)
+        assert found is not None, f"{tensor.name} was seen to be stored in blocks, and is not"
+        return found
 
 
 def _table(matrix: Matrix, panels: Panels, *, is_embedding: bool = False) -> NDArray[np.int64]:
