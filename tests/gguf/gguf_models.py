@@ -202,8 +202,8 @@ def _write_header(writer: Any, name: str, config: Any) -> None:
 
 def _write_vocabulary(writer: Any, size: int) -> None:
     tokens = ["<pad>", "<s>", "</s>", *byte_alphabet()]
-    types = [CONTROL] * 3 + [NORMAL] * 256 + [UNUSED] * (size - 259)
-    tokens += [f"[PAD{place}]" for place in range(259, size)]
+    types = [CONTROL] * 3 + [NORMAL] * 257 + [UNUSED] * (size - 260)
+    tokens += ["he", *(f"[PAD{place}]" for place in range(260, size))]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import struct
 import tracemalloc
 from random import Random
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
 
 from pagefold.errors import PagefoldError
 from pagefold.gguf.file import GgufFile
@@ -61,7 +63,7 @@ class Written:
 
 
 def metadata(name: str) -> dict[str, Any]:
-    tokens = [f"t{place}" for place in range(TOKENS - 4)] + ["<|end|>", "<bos>", "a", "b"]
+    tokens = [f"t{place}" for place in range(TOKENS - 5)] + ["ab", "<|end|>", "<bos>", "a", "b"]
     return {
         "general.architecture": name,
         f"{name}.block_count": 1,
@@ -165,6 +167,12 @@ def read_all(path: Path, folder: Path) -> None:
     with GgufFile(path) as gguf:
         for weight in write_all_but_weights(gguf, folder).values():
             assert weight.of_model(gguf.read(weight.gguf_name)).shape == weight.shape
+    json.loads((folder / "config.json").read_text(), parse_constant=no_number)
+    Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
+def no_number(text: str) -> None:
+    raise AssertionError(text)
 
 
 def what_is_wrong(path: Path, folder: Path) -> str:

@@ -315,6 +315,13 @@ def test_a_tokenizer_that_is_not_known_is_refused_with_those_that_are(tmp_path: 
             write_tokenizer_files(header(tmp_path, keys), tmp_path)
 
 
+@pytest.mark.parametrize("merge", ["zq x", "a", "", "a  b", "aa"])
+def test_merges_that_are_not_of_tokens_are_refused(merge: str, tmp_path: Path) -> None:
+    keys = byte_level_keys("qwen2")
+    with pytest.raises(GgufFormatError, match="is not of two tokens that make a third"):
+        write_tokenizer_files(header(tmp_path, keys | {"merges": [*keys["merges"], merge]}), tmp_path)
+
+
 def test_ids_that_are_no_tokens_are_refused(tmp_path: Path) -> None:
     with pytest.raises(GgufFormatError, match="eot_token_id is 9, and there are 1 tokens"):
         special_token_ids(header(tmp_path, {"tokens": ["a"], "eot_token_id": 9}))

@@ -106,7 +106,8 @@ def gemma_weights(config: Mapping[str, Any], head_norms: Mapping[str, Weight]) -
         config: of the model.
         head_norms: of a layer; Gemma 2 has none.
     """
-    layer = plain_layer(config) | head_norms | {name: _norm(gguf_name, config) for name, gguf_name in _NORMS.items()}
+    norms = {name: _norm(gguf_name, config) for name, gguf_name in _NORMS.items()}
+    layer = {**plain_layer(config), **head_norms, **norms}
     weights = plain_weights(config, {name: layer[name] for name in _ORDER if name in layer})
     weights["model.norm.weight"] = _norm("output_norm.weight", config)
     return weights

@@ -148,4 +148,4 @@ def _original_positions(divisors: NDArray[np.float64], frequencies: NDArray[np.f
         return 1
     share = (1 / divisors[between][0] - 1 / factor) / (1 - 1 / factor)
     turns = _LOW_FREQUENCY + share * (_HIGH_FREQUENCY - _LOW_FREQUENCY)
-    return max(round(turns * 2 * math.pi / frequencies[between][0]), 1)
+    return max(round(float(turns * 2 * math.pi / frequencies[between][0])), 1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from pagefold.gguf.header import GgufFormatError
 from pagefold.hub.around_texts import post_processor
 from pagefold.hub.vocabulary import CONTROL, MATCHED_LITERALLY, UNKNOWN, USER_DEFINED, refuse_setting
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["FAMILIES", "byte_level_tokenizer"]
 
 _BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+_MAX_SHOWN = 40
 _DIGITS = {"type": "Digits", "individual_digits": True}
 
 
@@ -95,11 +97,12 @@ def byte_level_tokenizer(gguf: GgufHeader, vocabulary: Vocabulary, family: str) 
 
     Raises:
         UnsupportedModelError: it puts a space before a text.
-        GgufFormatError: there are no merges.
+        GgufFormatError: there are no merges, or others than of tokens.
     """
     rules = FAMILIES[family]
     refuse_setting(gguf, "add_space_prefix", default=False)
     tokens = vocabulary.tokens
+    vocab = {token: token_id for token_id, token in enumerate(tokens)}
     added = [
         {"id": token_id, "content": token, "special": type_ != USER_DEFINED, **MATCHED_LITERALLY}
         for token_id, (token, type_) in enumerate(zip(tokens, vocabulary.types, strict=True))
@@ -124,7 +127,18 @@ def byte_level_tokenizer(gguf: GgufHeader, vocabulary: Vocabulary, family: str) 
             "fuse_unk": False,
             "byte_fallback": False,
             "ignore_merges": rules.ignores_merges,
-            "vocab": {token: token_id for token_id, token in enumerate(tokens)},
-            "merges": gguf.values("tokenizer.ggml.merges", str),
+            "vocab": vocab,
+            "merges": _merges(gguf, vocab),
         },
     }
+
+
+def _merges(gguf: GgufHeader, vocab: Mapping[str, int]) -> list[str]:
+    """Return the merges, each of two tokens that make a third."""
+    merges = gguf.values("tokenizer.ggml.merges", str)
+    for merge in merges:
+        left, _, right = merge.partition(" ")
+        if not (left in vocab and right in vocab and left + right in vocab):
+            message = f"{gguf.path}: its merge {merge[:_MAX_SHOWN]!r} is not of two tokens that make a third."
+            raise GgufFormatError(message)
+    return merges
