@@ -74,7 +74,7 @@ class OnCpu:
         if blueprint.draft is not None:
             lines.append(line_of_draft(blueprint.draft, _weight_bytes(blueprint.draft)))
         if blueprint.is_fused:
-            products, others = blueprint.formats
+            products, others, _ = blueprint.formats
             lines.append(f"computes   {products.name}, by {products.means}")
             if blueprint.computes_pairs and blueprint.geometry.codec is None and others != products:
                 lines[-1] += f"; attention in {others.name}, by {others.means}"

@@ -80,7 +80,7 @@ class FusedDecoder:
         self._attention = AttentionRoom(slab, self._num_heads, self._num_kv_heads, self._num_threads, chunk_size)
         by_rows = row_tiles()
         activation = by_rows.gelu if config.activation == "gelu" else by_rows.silu
-        self._tiles = DecoderTiles(*packed.tiles, by_rows.norm, by_rows.cap, activation)
+        self._tiles = DecoderTiles(by_rows.norm, by_rows.cap, activation)
         self._phases = phases(config.num_layers, caps=config.logit_softcap != 0)
         self._sync = np.zeros((len(self._phases), SYNC_WIDTH), np.int64)
         self._shares = np.zeros((len(self._phases), self._num_threads), np.int64)
@@ -159,7 +159,7 @@ class FusedDecoder:
             inner=_zeros(most, odd_lines(num_panels(weights.intermediate) * PANEL_WIDTH * FLOAT_BYTES) // FLOAT_BYTES),
             last_hidden=_zeros(num_rows, num_panels(hidden) * PANEL_WIDTH),
             last_attended=_zeros(num_rows, num_heads, head_dim),
-            rows=np.zeros((most if self._packed.tiles.rows else 0, odd_lines(self._packed.row_bytes)), np.uint8),
+            rows=np.zeros((most if self._packed.row_bytes else 0, odd_lines(self._packed.row_bytes)), np.uint8),
             logits=_zeros(num_rows, len(weights.head) * PANEL_WIDTH),
             up=_zeros(self._num_threads, TOKENS_A_TILE, PANEL_WIDTH),
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 import llvmlite.binding as llvm
@@ -14,6 +15,8 @@ from pagefold.kernels.quads import int8_quads
 from pagefold.kernels.rows import LANES
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from pagefold.kernels.formats import ProductFormat
 
 __all__ = ["DecoderFormats", "decoder_formats", "natural_dtype", "processor_lacks"]
@@ -29,15 +32,22 @@ class DecoderFormats(NamedTuple):
     Attributes:
         products: of those that rows are multiplied with.
         embedding: of the embedding, where it is not the head's matrix too.
+        stored: of tensors that are computed with as the checkpoint has them, by their names.
     """
 
     products: ProductFormat
     embedding: ProductFormat
+    stored: Mapping[str, ProductFormat] = MappingProxyType({})
+
+    def of(self, name: str, other: ProductFormat | None = None) -> ProductFormat:
+        """Return the format of a tensor; ``other``, or that of products, where it is not computed with as it is."""
+        return self.stored.get(name, other or self.products)
 
     @property
     def arithmetic(self) -> str:
         """What decides the bits of all that is computed with them: products, and what is done with rows between."""
-        texts = dict.fromkeys((self.products.arithmetic, self.embedding.arithmetic))
+        stored = sorted({one.arithmetic for one in self.stored.values()})
+        texts = dict.fromkeys((self.products.arithmetic, self.embedding.arithmetic, *stored))
         return f"{', embedding in '.join(texts)}; rows in {LANES} lanes"
 
     def rounded(self, number: float) -> np.float32:

@@ -118,14 +118,10 @@ class DecoderTiles(NamedTuple):
     """Addresses of what the kernel calls beside attention, compiled apart from it.
 
     Attributes:
-        rows, product, column: of the format of the weights: see :class:`~pagefold.kernels.formats.FormatTiles`.
         norm, cap: see :class:`~pagefold.kernels.rows.RowTiles`.
         activation: of the MLP, one of these.
     """
 
-    rows: int
-    product: int
-    column: int
     norm: int
     cap: int
     activation: int
@@ -150,11 +146,13 @@ class _Rows(NamedTuple):
     """Rows that are multiplied with panels.
 
     Attributes:
+        form: the address of what turns float32 rows into them; 0 where rows stay as they are.
         address: of the first.
         distance: bytes between them.
         num_k: numbers of each.
     """
 
+    form: int
     address: int
     distance: int
     num_k: int
@@ -203,7 +201,7 @@ def rotate(row, rope):
 
 
 @part()
-def _embed(tiles, sync, phase, weights, step, room):
+def _embed(sync, phase, weights, step, room):
     num_tokens = len(step.token_ids)
     num_chunks = (num_tokens + TOKENS_A_CHUNK - 1) // TOKENS_A_CHUNK
     size, width = len(weights.last_norm), room.up.shape[2]
@@ -213,8 +211,8 @@ def _embed(tiles, sync, phase, weights, step, room):
             break
         for t in range(chunk * TOKENS_A_CHUNK, min((chunk + 1) * TOKENS_A_CHUNK, num_tokens)):
             token_id = step.token_ids[t]
-            panel = weights.embedding[token_id // width].ctypes.data
-            call_tile(tiles.column, (panel, token_id % width, size, room.hidden[t].ctypes.data))
+            panel, column = weights.embedding[token_id // width, 0], weights.embedding[token_id // width, 1]
+            call_tile(column, (panel, token_id % width, size, room.hidden[t].ctypes.data))
             if weights.embedding_factor != 1:
                 for e in range(size):
                     room.hidden[t, e] *= weights.embedding_factor
@@ -223,20 +221,20 @@ def _embed(tiles, sync, phase, weights, step, room):
 
 
 @part()
-def _rows_of(tiles, x, num_k, room):
-    """Return where rows of ``x`` are as they are multiplied: as they are, or in the format's rows, still to be made."""
-    if tiles.rows == 0:
-        return _Rows(x.ctypes.data, x.shape[1] * _FLOAT_BYTES, num_k)
-    return _Rows(room.rows.ctypes.data, room.rows.shape[1], num_k)
+def _rows_of(form, x, num_k, room):
+    """Return where rows of ``x`` are as they are multiplied: as they are, or in a format's rows, still to be made."""
+    if form == 0:
+        return _Rows(form, x.ctypes.data, x.shape[1] * _FLOAT_BYTES, num_k)
+    return _Rows(form, room.rows.ctypes.data, room.rows.shape[1], num_k)
 
 
 @part()
-def _convert(tiles, x, source, num, rows, first):
+def _convert(x, source, num, rows, first):
     """Turn rows of ``x`` from ``source`` on into the format's, if it has some, from ``first`` on."""
-    if tiles.rows:
+    if rows.form:
         distance = x.shape[1] * _FLOAT_BYTES
         into = rows.address + first * rows.distance
-        call_tile(tiles.rows, (x.ctypes.data + source * distance, distance, rows.num_k, num, into, rows.distance))
+        call_tile(rows.form, (x.ctypes.data + source * distance, distance, rows.num_k, num, into, rows.distance))
 
 
 @part()
@@ -263,17 +261,17 @@ def _norm_all(tiles, team, phase, weights, hidden, num_tokens, norm, behind, roo
         first, end = chunk * TOKENS_A_CHUNK, min((chunk + 1) * TOKENS_A_CHUNK, num_tokens)
         if len(behind):
             _add_normed(tiles, room.products, first, end - first, behind, epsilon, hidden)
-        into = team.member * TOKENS_A_CHUNK if tiles.rows else first  # what nobody else reads stays in the cache
+        into = team.member * TOKENS_A_CHUNK if rows.form else first  # what nobody else reads stays in the cache
         _norm(tiles, hidden, first, end - first, norm, epsilon, room.normed, into)
-        _convert(tiles, room.normed, into, end - first, rows, first)
+        _convert(room.normed, into, end - first, rows, first)
         finish(sync, phase)
     wait(sync, phase, num_chunks)
 
 
 @part()
-def _convert_all(tiles, sync, phase, x, num_tokens, rows):
+def _convert_all(sync, phase, x, num_tokens, rows):
     """Turn all rows of ``x`` into the format's; nothing is to be done if it has none."""
-    if tiles.rows == 0:
+    if rows.form == 0:
         return
     num_chunks = (num_tokens + TOKENS_A_CHUNK - 1) // TOKENS_A_CHUNK
     while True:
@@ -281,13 +279,13 @@ def _convert_all(tiles, sync, phase, x, num_tokens, rows):
         if chunk >= num_chunks:
             break
         first = chunk * TOKENS_A_CHUNK
-        _convert(tiles, x, first, min(TOKENS_A_CHUNK, num_tokens - first), rows, first)
+        _convert(x, first, min(TOKENS_A_CHUNK, num_tokens - first), rows, first)
         finish(sync, phase)
     wait(sync, phase, num_chunks)
 
 
 @part()
-def _pick(tiles, sync, phase, step, room, attended, last_attended, rows):
+def _pick(sync, phase, step, room, attended, last_attended, rows):
     """Take the rows whose logits are wanted along, of the last layer's attention and of the residual stream."""
     num_rows = len(step.logit_rows)
     while True:
@@ -297,32 +295,32 @@ def _pick(tiles, sync, phase, step, room, attended, last_attended, rows):
         t = step.logit_rows[row]
         room.last_hidden[row] = room.hidden[t]
         last_attended[row] = attended[t]
-        _convert(tiles, last_attended, row, 1, rows, row)
+        _convert(last_attended, row, 1, rows, row)
         finish(sync, phase)
     wait(sync, phase, num_rows)
 
 
 @part()
-def _columns(tiles, x, t, num_rows, panels, panel, following, y, row, column, adds):
+def _columns(x, t, num_rows, panels, panel, following, y, row, column, adds):
     """``y[row : row + num_rows, column...] (+)= x[t : t + num_rows] @ panels[panel]``; fetch ``following`` ahead."""
-    here = panels.ctypes.data + panel * panels.shape[1]
+    here, product = panels[panel, 0], panels[panel, 1]
     at_y = y.ctypes.data + (row * y.shape[1] + column) * _FLOAT_BYTES
     at_x, distance = x.address + t * x.distance, y.shape[1] * _FLOAT_BYTES
-    call_tile(tiles.product, (at_x, x.distance, here, x.num_k, num_rows, at_y, distance, adds, following))
+    call_tile(product, (at_x, x.distance, here, x.num_k, num_rows, at_y, distance, adds, following))
 
 
 @part()
-def _matmul(tiles, team, phase, x, num_tokens, panels, y, width, adds, ahead):
+def _matmul(team, phase, x, num_tokens, panels, y, width, adds, ahead):
     """``y (+)= x @ panels``, of ``num_tokens`` rows; ``ahead`` is what the member will read then."""
-    start, num_done = panels.ctypes.data, 0
+    num_done = 0
     dealt = deal(num_tokens, panels.shape[0], team.num_members)
     while True:
         piece = claim_piece(team, phase, dealt)
         if piece.first == piece.end:
             break
         for panel in range(piece.first, piece.end):
-            following = following_in(piece, panel, start, panels.shape[1], ahead)
-            _columns(tiles, x, piece.t, piece.num_rows, panels, panel, following, y, piece.t, panel * width, adds)
+            following = following_in(piece, panel, panels, 1, ahead)
+            _columns(x, piece.t, piece.num_rows, panels, panel, following, y, piece.t, panel * width, adds)
         num_done += 1
     finish_all(team.sync, phase, num_done)
     wait(team.sync, phase, dealt.num_pieces)
@@ -331,7 +329,7 @@ def _matmul(tiles, team, phase, x, num_tokens, panels, y, width, adds, ahead):
 @part()
 def _matmul_gate_up(tiles, team, phase, x, num_tokens, panels, y, up, ahead):
     """``y = activation(x @ gate) * (x @ up)``: panels of both alternate, and meet while they are in the cache."""
-    start, num_done, width = panels.ctypes.data, 0, up.shape[1]
+    num_done, width = 0, up.shape[1]
     dealt = deal(num_tokens, panels.shape[0] // 2, team.num_members)
     distances = y.shape[1] * _FLOAT_BYTES, width * _FLOAT_BYTES
     while True:
@@ -340,10 +338,9 @@ def _matmul_gate_up(tiles, team, phase, x, num_tokens, panels, y, up, ahead):
             break
         t, num_rows = piece.t, piece.num_rows
         for pair in range(piece.first, piece.end):
-            up_panel = start + (2 * pair + 1) * panels.shape[1]
-            following = following_in(piece, pair, start, 2 * panels.shape[1], ahead)
-            _columns(tiles, x, t, num_rows, panels, 2 * pair, up_panel, y, t, pair * width, 0)
-            _columns(tiles, x, t, num_rows, panels, 2 * pair + 1, following, up, 0, 0, 0)
+            following = following_in(piece, pair, panels, 2, ahead)
+            _columns(x, t, num_rows, panels, 2 * pair, panels[2 * pair + 1, 0], y, t, pair * width, 0)
+            _columns(x, t, num_rows, panels, 2 * pair + 1, following, up, 0, 0, 0)
             gate = y.ctypes.data + (t * y.shape[1] + pair * width) * _FLOAT_BYTES
             call_tile(tiles.activation, (gate, distances[0], up.ctypes.data, distances[1], width, num_rows))
         num_done += 1
@@ -455,42 +452,44 @@ def _member(tiles, team, weights, step, attention, room):
     num_out = room.attended.shape[1] * room.attended.shape[2]
     attended = room.attended.reshape((room.attended.shape[0], num_out))
     last_attended = room.last_attended.reshape((room.last_attended.shape[0], num_out))
-    normed = _rows_of(tiles, room.normed, size, room)
-    inner = _rows_of(tiles, room.inner, weights.intermediate, room)
     adds = int(weights.product_norms.shape[2] == 0)  # products that are normed first are added in the norms' phases
     behind = weights.product_norms[0, 1][:0]  # nothing is added before the first layer
-    _embed(tiles, sync, 0, weights, step, room)
+    _embed(sync, 0, weights, step, room)
     for layer in range(num_layers):
         phase = 1 + layer * _PHASES_A_LAYER
-        qkv, norms = room.qkv[layer % room.qkv.shape[0]], weights.norms[layer]
+        qkv, norms, forms = room.qkv[layer % room.qkv.shape[0]], weights.norms[layer], weights.forms[layer]
+        normed = _rows_of(forms[0], room.normed, size, room)
         _norm_all(tiles, team, phase, weights, room.hidden, num_tokens, norms[0], behind, room, normed)
         ahead = ahead_of(team, weights.out[layer], 1)
-        _matmul(tiles, team, phase + 1, normed, num_tokens, weights.qkv[layer], qkv, width, 0, ahead)
+        _matmul(team, phase + 1, normed, num_tokens, weights.qkv[layer], qkv, width, 0, ahead)
         _attend(tiles, team, phase + 2, layer, weights, step, attention, room, qkv)
         hidden, num = room.hidden, num_tokens
-        rows = _rows_of(tiles, attended, num_out, room)
+        rows = _rows_of(forms[1], attended, num_out, room)
         if layer < num_layers - 1:
-            _convert_all(tiles, sync, phase + 6, attended, num, rows)
+            _convert_all(sync, phase + 6, attended, num, rows)
         else:
             hidden, num = room.last_hidden, num_rows
-            rows = _rows_of(tiles, last_attended, num_out, room)
-            _pick(tiles, sync, phase + 6, step, room, attended, last_attended, rows)
+            rows = _rows_of(forms[1], last_attended, num_out, room)
+            _pick(sync, phase + 6, step, room, attended, last_attended, rows)
         y = hidden if adds else room.products
         ahead = ahead_of(team, weights.gate_up[layer], 2)
-        _matmul(tiles, team, phase + 7, rows, num, weights.out[layer], y, width, adds, ahead)
+        _matmul(team, phase + 7, rows, num, weights.out[layer], y, width, adds, ahead)
         behind = weights.product_norms[layer, 0]
+        normed = _rows_of(forms[2], room.normed, size, room)
         _norm_all(tiles, team, phase + 8, weights, hidden, num, norms[1], behind, room, normed)
         ahead = ahead_of(team, weights.down[layer], 1)
         up = room.up[team.member]
         _matmul_gate_up(tiles, team, phase + 9, normed, num, weights.gate_up[layer], room.inner, up, ahead)
-        _convert_all(tiles, sync, phase + 10, room.inner, num, inner)
+        inner = _rows_of(forms[3], room.inner, weights.intermediate, room)
+        _convert_all(sync, phase + 10, room.inner, num, inner)
         ahead = ahead_of(team, weights.qkv[layer + 1] if layer + 1 < num_layers else weights.head, 1)
-        _matmul(tiles, team, phase + 11, inner, num, weights.down[layer], y, width, adds, ahead)
+        _matmul(team, phase + 11, inner, num, weights.down[layer], y, width, adds, ahead)
         behind = weights.product_norms[layer, 1]
     phase = 1 + num_layers * _PHASES_A_LAYER
     last, ahead = room.last_hidden, ahead_of(team, weights.qkv[0], 1)
+    normed = _rows_of(weights.head_form, room.normed, size, room)
     _norm_all(tiles, team, phase, weights, last, num_rows, weights.last_norm, behind, room, normed)
-    _matmul(tiles, team, phase + 1, normed, num_rows, weights.head, room.logits, width, 0, ahead)
+    _matmul(team, phase + 1, normed, num_rows, weights.head, room.logits, width, 0, ahead)
     if weights.logit_softcap != 0:
         _cap(tiles, team, phase + 2, weights, room.logits, num_rows)
 

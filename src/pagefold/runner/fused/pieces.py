@@ -99,10 +99,13 @@ def claim_piece(team, phase, dealt):
 
 
 @part()
-def following_in(piece, column, panels, column_bytes, ahead):
-    """Return the address of what is fetched while ``column`` of a piece is computed; ``panels`` is where they begin."""
+def following_in(piece, column, panels, panels_a_column, ahead):
+    """Return the address of what is fetched while ``column`` of a piece is computed.
+
+    Panels are int64 ``[panels, 2]``: see :class:`~pagefold.runner.fused.weights.DecoderWeights`.
+    """
     following = column + 1 if column + 1 < piece.end else piece.then
-    return ahead if following == _AHEAD else panels + following * column_bytes
+    return ahead if following == _AHEAD else panels[following * panels_a_column, 0]
 
 
 @part()
@@ -114,4 +117,4 @@ def ahead_of(team, panels, panels_a_column):
     num_columns = panels.shape[0] // panels_a_column
     size = _chunk_size(num_columns, team.num_members)
     first, _ = share_of((num_columns + size - 1) // size, team.member, team.num_members)
-    return panels.ctypes.data + first * size * panels_a_column * panels.shape[1]
+    return panels[first * size * panels_a_column, 0]

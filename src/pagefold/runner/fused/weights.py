@@ -1,8 +1,9 @@
 """The weights of a model, packed for the fused decoder.
 
-A matrix ``[N, K]`` becomes panels, as its format has them (see ``kernels/formats.py``): a panel is what one tile walks
-through, and the whole matrix is read in one stream. q, k and v are one matrix; gate and up alternate panel by panel, so
-that a tile of both is there when they are multiplied. N is filled up with zeros to whole panels.
+A matrix ``[N, K]`` becomes panels, as their formats have them (see ``kernels/formats.py``): a panel is what one tile
+walks through. q, k and v are one matrix; gate and up alternate panel by panel, so that a tile of both is there when
+they are multiplied. N is filled up with zeros to whole panels. The kernel is told of each panel where it lies and what
+multiplies with it, so tensors of one model may have several formats (``matrices.py``).
 
 They are packed from the checkpoint's files, layer by layer, so that there is never a second copy of the model.
 """
@@ -10,16 +11,15 @@ They are packed from the checkpoint's files, layer by layer, so that there is ne
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 
 from pagefold.config import available_cpus
 from pagefold.kernels.emit import FLOAT_BYTES
-from pagefold.kernels.formats import num_panels
-from pagefold.kernels.formats import pack as packed
 from pagefold.runner.fused.checkpoint import Checkpoint
+from pagefold.runner.fused.matrices import EMBEDDING, HEAD, SCORERS, Room, layers_of, vocabulary_of
 from pagefold.runner.fused.rope import rope_tables
 
 if TYPE_CHECKING:
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from pagefold.kernels.formats import FormatTiles, ProductFormat
     from pagefold.runner.fused.families import FusedConfig
     from pagefold.runner.fused.formats import DecoderFormats
+    from pagefold.runner.fused.matrices import Layer, Matrix, Tensor
     from pagefold.runner.keeping import Keeping
 
 __all__ = ["DecoderWeights", "PackedModel", "pack_model", "packed_bytes"]
@@ -38,22 +38,26 @@ __all__ = ["DecoderWeights", "PackedModel", "pack_model", "packed_bytes"]
 class DecoderWeights(NamedTuple):
     """L layers, E hidden size, H heads, Hkv KV heads, D head_dim, F intermediate size, V vocabulary; W panel width.
 
-    Panels are uint8 ``[..., panels, bytes of a panel]``, of the embedding in a format of its own. Norms are what rows
-    are multiplied by: where a model adds 1 to its weights, they have it.
+    Panels are int64 ``[..., panels, 2]``: the address of each, and that of its product, or of its column in the
+    embedding's (see :class:`~pagefold.kernels.formats.FormatTiles`). Norms are what rows are multiplied by: where a
+    model adds 1 to its weights, they have it.
 
     Attributes:
-        qkv: panels ``[L, ceil(((H + 2 * Hkv) * D + S) / W), ...]``, of K = E. S is Hkv where entries have scores, which
+        qkv: panels ``[L, ceil(((H + 2 * Hkv) * D + S) / W), 2]``, of K = E. S is Hkv where entries have scores, which
             are the last columns; else 0.
         thresholds: float32 ``[M, L, Hkv]``: the least scores that each of M masks keeps; none without scores.
         bias: float32 ``[L, (H + 2 * Hkv) * D]``, or ``[0, 0]`` without.
         head_norms: float32 ``[L, 2, D]``: of q and of k; or ``[0, 2, 0]`` without.
-        out: panels ``[L, ceil(E / W), ...]``, of K = H * D.
-        gate_up: panels ``[L, 2 * ceil(F / W), ...]``, of K = E: gate and up in turn.
-        down: panels ``[L, ceil(E / W), ...]``, of K = F.
+        out: panels ``[L, ceil(E / W), 2]``, of K = H * D.
+        gate_up: panels ``[L, 2 * ceil(F / W), 2]``, of K = E: gate and up in turn.
+        down: panels ``[L, ceil(E / W), 2]``, of K = F.
+        forms: int64 ``[L, 4]``: the address of what turns float32 rows into those that q, k and v, out, gate and up,
+            and down are multiplied with; 0 where rows stay as they are.
+        head_form: likewise, of the head.
         norms: float32 ``[L, 2, E]``: before attention and before the MLP.
         product_norms: float32 ``[L, 2, E]``: behind them, of what is added then; or ``[L, 2, 0]`` without.
         last_norm: float32 ``[E]``.
-        head: panels ``[ceil(V / W), ...]``, of K = E.
+        head: panels ``[ceil(V / W), 2]``, of K = E.
         embedding: likewise, a token a column; it is ``head`` where they are tied.
         rope: float32 ``[ropes, positions, 2, D]``: cosines and sines.
         rope_of_layer: int64 ``[L]``.
@@ -64,18 +68,20 @@ class DecoderWeights(NamedTuple):
         num_sinks: so many first entries are kept whatever their scores.
     """
 
-    qkv: NDArray[np.uint8]
+    qkv: NDArray[np.int64]
     thresholds: NDArray[np.float32]
     bias: NDArray[np.float32]
     head_norms: NDArray[np.float32]
-    out: NDArray[np.uint8]
-    gate_up: NDArray[np.uint8]
-    down: NDArray[np.uint8]
+    out: NDArray[np.int64]
+    gate_up: NDArray[np.int64]
+    down: NDArray[np.int64]
+    forms: NDArray[np.int64]
+    head_form: int
     norms: NDArray[np.float32]
     product_norms: NDArray[np.float32]
     last_norm: NDArray[np.float32]
-    head: NDArray[np.uint8]
-    embedding: NDArray[np.uint8]
+    head: NDArray[np.int64]
+    embedding: NDArray[np.int64]
     rope: NDArray[np.float32]
     rope_of_layer: NDArray[np.int64]
     embedding_factor: np.float32
@@ -85,27 +91,47 @@ class DecoderWeights(NamedTuple):
     num_sinks: int
 
 
+Panels: TypeAlias = "list[NDArray[np.uint8]]"
+"""Of a matrix: uint8 ``[panels, bytes of a panel]`` of each of its parts."""
+
+
+class PackedLayer(NamedTuple):
+    """Panels of a layer's matrices, as :class:`~pagefold.runner.fused.matrices.Layer` has them."""
+
+    qkv: Panels
+    out: Panels
+    gate: Panels
+    up: Panels
+    down: Panels
+
+
 class PackedModel(NamedTuple):
     """A model as the fused decoder has it.
 
     Attributes:
         weights: of it.
-        tiles: what computes in the format of its matrices; the column is the embedding's.
-        row_bytes: of the longest row in that format.
+        layers: panels of each layer's matrices, of which ``weights`` has the addresses.
+        head: panels of the head.
+        embedding: likewise; the same where they are tied.
+        row_bytes: of the longest row that is turned into another format; 0 where none is.
     """
 
     weights: DecoderWeights
-    tiles: FormatTiles
+    layers: tuple[PackedLayer, ...]
+    head: Panels
+    embedding: Panels
     row_bytes: int
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all weights, and of the tables of ropes."""
-        arrays = {id(one): one for one in self.weights if isinstance(one, np.ndarray)}  # a tied head once
-        return sum(one.nbytes for one in arrays.values()) - self.weights.rope_of_layer.nbytes
+        numbers = [one for one in self.weights if isinstance(one, np.ndarray) and one.dtype == np.float32]
+        panels = [*self.head, *(self.embedding if self.embedding is not self.head else ())]
+        panels += [part for layer in self.layers for matrix in layer for part in matrix]
+        return sum(one.nbytes for one in (*numbers, *panels))
 
 
-_EMBEDDING, _HEAD, _LAST_NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
+_LAST_NORM = "model.norm.weight"
 _NORMS = "input_layernorm.weight", "post_attention_layernorm.weight"
 """A layer's norms before attention and before the MLP, in a model that has no others."""
 _OUTER_NORMS = "input_layernorm.weight", "pre_feedforward_layernorm.weight"
@@ -121,24 +147,18 @@ def packed_bytes(config: FusedConfig, num_positions: int, formats: DecoderFormat
 
     Only where a config says that head and embedding are tied, and the files have two that differ, is one not counted.
     """
-    hidden, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
-    num_out, num_layers = config.num_heads * head_dim, config.num_layers
-    num_qkv = num_out + 2 * config.num_kv_heads * head_dim
-
-    def panels(form: ProductFormat, num_columns: int, num_k: int) -> int:
-        return num_panels(num_columns) * form.panel_bytes(num_k)
-
-    products = formats.products
+    hidden, head_dim = config.hidden_size, config.head_dim
     num_scores = has_scores * config.num_kv_heads
-    layer = panels(products, num_qkv + num_scores, hidden) + panels(products, hidden, num_out)
-    layer += 2 * panels(products, inner, hidden) + panels(products, hidden, inner)
+    layers = layers_of(config, formats, num_scores)
+    num_bytes = sum(matrix.num_bytes for layer in layers for matrix in layer)
     numbers = (2 + 2 * config.has_product_norms) * hidden + num_scores
-    numbers += config.has_biases * num_qkv + config.has_head_norms * 2 * head_dim
-    tables = panels(products, config.vocab_size, hidden)
-    if not config.is_tied:
-        tables += panels(formats.embedding, config.vocab_size, hidden)
+    numbers += config.has_biases * (config.num_heads + 2 * config.num_kv_heads) * head_dim
+    numbers += config.has_head_norms * 2 * head_dim
+    names = {"head": EMBEDDING, "embedding": None} if config.is_tied else {"head": HEAD, "embedding": EMBEDDING}
+    head, embedding = vocabulary_of(config, formats, **names)
+    num_bytes += head.num_bytes + (0 if embedding is None else embedding.num_bytes)
     of_ropes = len(config.ropes) * num_positions * 2 * head_dim
-    return num_layers * (layer + FLOAT_BYTES * numbers) + FLOAT_BYTES * (hidden + of_ropes) + tables
+    return num_bytes + FLOAT_BYTES * (config.num_layers * numbers + hidden + of_ropes)
 
 
 def pack_model(
@@ -158,47 +178,42 @@ def pack_model(
     """
     checkpoint = Checkpoint(folder)
     checkpoint.check(_shapes(config, checkpoint))
-    num_layers, hidden, inner = config.num_layers, config.hidden_size, config.intermediate_size
-    num_out = config.num_heads * config.head_dim
-    num_qkv = num_out + 2 * config.num_kv_heads * config.head_dim
     num_scores = 0 if keeping is None else config.num_kv_heads
+    layers = tuple(layers_of(config, formats, num_scores))
+    head, embedding = vocabulary_of(config, formats, **_names_of_vocabulary(config, checkpoint))
+    room = Room([head, *([] if embedding is None else [embedding]), *(matrix for layer in layers for matrix in layer)])
+    of_head = room.take(head)
+    of_embedding = of_head if embedding is None else room.take(embedding)
+    of_layers = tuple(PackedLayer(*map(room.take, layer)) for layer in layers)
 
-    def panels(num_columns: int, num_k: int, every: int = 1) -> NDArray[np.uint8]:
-        shape = num_layers, every * num_panels(num_columns), formats.products.panel_bytes(num_k)
-        return np.zeros(shape, np.uint8)
-
-    def pack(matrix: torch.Tensor, into: NDArray[np.uint8]) -> None:
-        formats.products.pack(matrix.numpy(), into)
-
-    qkv, out, down = panels(num_qkv + num_scores, hidden), panels(hidden, num_out), panels(hidden, inner)
-    gate_up = panels(inner, hidden, every=2)
+    def tensor(one: Tensor, layer: int) -> torch.Tensor:
+        if one.name != SCORERS:
+            return checkpoint.tensor(one.name)
+        assert keeping is not None, "rows that score entries, where all are kept"
+        return keeping.weights[layer]
 
     @torch.inference_mode()
+    def pack(matrix: Matrix, into: Panels, layer: int = 0) -> None:
+        for part, panels in zip(matrix.parts, into, strict=True):
+            rows = [tensor(one, layer) for one in part.tensors]
+            part.form.pack((torch.cat(rows) if len(rows) > 1 else rows[0]).numpy(), panels)
+
     def pack_layer(index: int) -> None:
-        def tensor(name: str) -> torch.Tensor:
-            return checkpoint.tensor(f"model.layers.{index}.{name}")
+        for matrix, into in zip(layers[index], of_layers[index], strict=True):
+            pack(matrix, into, index)
 
-        rows = [tensor(f"self_attn.{one}_proj.weight") for one in "qkv"]
-        if keeping is not None:
-            rows.append(keeping.weights[index])
-        pack(torch.cat(rows), qkv[index])
-        pack(tensor("self_attn.o_proj.weight"), out[index])
-        pack(tensor("mlp.gate_proj.weight"), gate_up[index, 0::2])
-        pack(tensor("mlp.up_proj.weight"), gate_up[index, 1::2])
-        pack(tensor("mlp.down_proj.weight"), down[index])
+    def pack_vocabulary() -> None:
+        pack(head, of_head)
+        if embedding is not None:
+            pack(embedding, of_embedding)
 
-    @torch.inference_mode()
-    def pack_vocabulary() -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-        """Return the head and the embedding, which may be the same."""
-        matrix, embedding = _head_and_embedding(config, checkpoint)
-        head = packed(formats.products, matrix.numpy())
-        return head, head if embedding is None else packed(formats.embedding, embedding.numpy())
-
-    tiles = formats.products.tiles()  # compiled here: some formats pack with them, in every thread
     with ThreadPoolExecutor(available_cpus()) as threads:  # copying lets go of the GIL
         vocabulary = threads.submit(pack_vocabulary)  # the largest piece first
-        list(threads.map(pack_layer, range(num_layers)))
-        head, embedding = vocabulary.result()
+        list(threads.map(pack_layer, range(config.num_layers)))
+        vocabulary.result()
+    tables = [_tables_of(layer, panels) for layer, panels in zip(layers, of_layers, strict=True)]
+    qkv, out, gate_up, down = (np.stack(each) for each in zip(*tables, strict=True))
+    at_head = _table(head, of_head)
     weights = DecoderWeights(
         **_numbers_of(config, checkpoint)._asdict(),
         qkv=qkv,
@@ -206,20 +221,39 @@ def pack_model(
         out=out,
         gate_up=gate_up,
         down=down,
-        head=head,
-        embedding=embedding,
+        forms=np.array([[layer.qkv.rows, layer.out.rows, layer.gate.rows, layer.down.rows] for layer in layers]),
+        head_form=head.rows,
+        head=at_head,
+        embedding=_table(embedding or head, of_embedding, is_embedding=True),
         rope=rope_tables(config, folder, num_positions),
         rope_of_layer=np.array(config.rope_of_layer, np.int64),
         embedding_factor=formats.rounded(config.embedding_factor),
         logit_softcap=np.float32(config.logit_softcap),
         epsilon=np.float32(config.epsilon),
-        intermediate=inner,
+        intermediate=config.intermediate_size,
         num_sinks=0 if keeping is None else keeping.num_sinks,
     )
-    if embedding is not head:
-        tiles = tiles._replace(column=formats.embedding.tiles().column)
-    longest = max(formats.products.row_bytes(size) for size in (hidden, num_out, inner))
-    return PackedModel(weights, tiles, longest)
+    longest = max(matrix.row_bytes for matrix in (head, *(matrix for layer in layers for matrix in layer)))
+    return PackedModel(weights, of_layers, of_head, of_embedding, longest)
+
+
+def _table(matrix: Matrix, panels: Panels, *, is_embedding: bool = False) -> NDArray[np.int64]:
+    """Return what the kernel is told of panels, ``[panels, 2]``: their addresses, and what computes with them."""
+    table = np.zeros((matrix.num_panels, 2), np.int64)
+    first = 0
+    for part, of_part in zip(matrix.parts, panels, strict=True):
+        rows = table[first : first + len(of_part)]
+        rows[:, 0] = of_part.ctypes.data + np.arange(len(of_part)) * of_part.strides[0]
+        tiles = part.form.tiles()
+        rows[:, 1] = tiles.column if is_embedding else tiles.product
+        first += len(of_part)
+    return table
+
+
+def _tables_of(layer: Layer, panels: PackedLayer) -> list[NDArray[np.int64]]:
+    """Return the tables of a layer's matrices, in which gate and up alternate."""
+    qkv, out, gate, up, down = (_table(*one) for one in zip(layer, panels, strict=True))
+    return [qkv, out, np.stack([gate, up], axis=1).reshape(-1, 2), down]
 
 
 class _Numbers(NamedTuple):
@@ -284,21 +318,21 @@ def _shapes(config: FusedConfig, checkpoint: Checkpoint) -> dict[str, tuple[int,
         layer |= {f"self_attn.{one}_proj.bias": (num,) for one, num in heads.items()}
     if config.has_head_norms:
         layer |= dict.fromkeys(_HEAD_NORMS, (head_dim,))
-    matrices = dict.fromkeys((_EMBEDDING, _HEAD), (config.vocab_size, hidden))
-    if config.is_tied and _EMBEDDING in checkpoint and _HEAD not in checkpoint:
-        del matrices[_HEAD]
-    elif config.is_tied and _HEAD in checkpoint and _EMBEDDING not in checkpoint:
-        del matrices[_EMBEDDING]
+    matrices = dict.fromkeys((EMBEDDING, HEAD), (config.vocab_size, hidden))
+    if config.is_tied and EMBEDDING in checkpoint and HEAD not in checkpoint:
+        del matrices[HEAD]
+    elif config.is_tied and HEAD in checkpoint and EMBEDDING not in checkpoint:
+        del matrices[EMBEDDING]
     layers = {f"model.layers.{index}.{name}": layer[name] for index in range(config.num_layers) for name in layer}
     return layers | matrices | {_LAST_NORM: (hidden,)}
 
 
-def _head_and_embedding(config: FusedConfig, checkpoint: Checkpoint) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the head's matrix, and the embedding's if it is another.
+def _names_of_vocabulary(config: FusedConfig, checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return which tensors the head and the embedding are; no embedding where it is the head.
 
     A config may say that they are tied and the files have both: then, as for transformers, the files are right.
     """
-    if config.is_tied and not (_HEAD in checkpoint and _EMBEDDING in checkpoint):
-        return checkpoint.tensor(_HEAD if _HEAD in checkpoint else _EMBEDDING), None
-    matrix, embedding = checkpoint.tensor(_HEAD), checkpoint.tensor(_EMBEDDING)
-    return matrix, None if config.is_tied and torch.equal(matrix, embedding) else embedding
+    if config.is_tied and not (HEAD in checkpoint and EMBEDDING in checkpoint):
+        return {"head": HEAD if HEAD in checkpoint else EMBEDDING, "embedding": None}
+    is_same = config.is_tied and torch.equal(checkpoint.tensor(HEAD), checkpoint.tensor(EMBEDDING))
+    return {"head": HEAD, "embedding": None if is_same else EMBEDDING}
