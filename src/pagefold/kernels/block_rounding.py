@@ -30,9 +30,9 @@ _PIECE = 1024
 """Groups that are rounded together: what is made of them stays in a cache. They lie side by side, number by number."""
 _MOST_CODE, _MIDDLE = 15, 8
 _INT8_MOST = 127
-_STEPS_OF_SCALE = (-12, -8, -5, -2, 1, 5)
+_STEPS_OF_SCALE: tuple[int, ...] = (-12, -8, -5, -2, 1, 5)
 """What is tried of Q4_0: how many tenths of a code the largest number lies beyond code -8."""
-_STEPS_OF_RANGE = (-18, -12, -8, -4, 0)
+_STEPS_OF_RANGE: tuple[int, ...] = (-18, -12, -8, -4, 0)
 """What is tried of Q4_1: how many tenths of a code the range of a group is more than fifteen."""
 _REFINED = 2
 """How often the best that was found is rounded and fitted again."""
@@ -138,7 +138,8 @@ def _plain_q4_1(groups: NDArray[np.float32]) -> _Rounded:
 def _largest(groups: NDArray[np.float32]) -> NDArray[np.float32]:
     """Return the number of each group that is farthest from zero, with its sign."""
     places = np.abs(groups).argmax(0)[None]
-    return np.take_along_axis(groups, places, axis=0)[0]
+    largest: NDArray[np.float32] = np.take_along_axis(groups, places, axis=0)[0]
+    return largest
 
 
 def _search(kind: str, groups: NDArray[np.float32], weights: NDArray[np.float32], plain: _Rounded) -> _Rounded:

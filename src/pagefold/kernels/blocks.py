@@ -23,12 +23,13 @@ from typing import TYPE_CHECKING
 import llvmlite.binding as llvm
 import numpy as np
 
-from pagefold.kernels.block_kinds import GROUP, KINDS, BlockKind, columns_of_blocks
+from pagefold.kernels.block_kinds import GROUP, KINDS, BlockKind
+from pagefold.kernels.block_packing import block_packer
 from pagefold.kernels.block_rounding import round_to_blocks
 from pagefold.kernels.block_rows import GROUP_BYTES
 from pagefold.kernels.block_tiles import block_tiles
 from pagefold.kernels.emit import IS_WIDE
-from pagefold.kernels.formats import PANEL_WIDTH, FormatTiles, num_panels
+from pagefold.kernels.formats import PANEL_WIDTH, FormatTiles, call, num_panels
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -36,8 +37,7 @@ if TYPE_CHECKING:
 __all__ = ["Blocks", "blocks_of"]
 
 _PANELS_AT_ONCE = 16
-"""Panels that are packed together: what is rearranged is there twice for a while."""
-_HALF_BYTES = 2
+"""Panels that are packed together: what is rounded is there twice for a while."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,21 +87,20 @@ class Blocks:
         Args:
             blocks: rows of blocks, ``[N, bytes of a row]``.
             into: ``[ceil(N / W), panel_bytes(K)]``. Columns beyond N become zeros.
-            row_order: ``[N]``: row i of the matrix is row ``row_order[i]`` of the blocks; None for as they are.
+            row_order: ``[N]``, of rows that there are: row i of the matrix is row ``row_order[i]`` of the blocks; None
+                for as they are.
         """
-        num, row_bytes = blocks.shape
+        num, row_bytes = blocks.shape if row_order is None else (len(row_order), blocks.shape[1])
         num_blocks = row_bytes // self.kind.block_bytes
         assert into.shape == (num_panels(num), row_bytes * PANEL_WIDTH)
         assert row_bytes == num_blocks * self.kind.block_bytes
-        for first in range(0, len(into), _PANELS_AT_ONCE):
-            piece = into[first : first + _PANELS_AT_ONCE]
-            begin, end = first * PANEL_WIDTH, min((first + len(piece)) * PANEL_WIDTH, num)
-            rows = blocks[begin:end] if row_order is None else blocks[row_order[begin:end]]
-            halves, words = columns_of_blocks(self.kind, rows.reshape(end - begin, num_blocks, -1))
-            split = halves.shape[-1] * _HALF_BYTES * PANEL_WIDTH
-            panels = piece.reshape(len(piece), num_blocks, -1)
-            _put(halves, panels[..., :split].view(np.uint16))
-            _put(words, panels[..., split:].view(np.uint32))
+        assert blocks.strides[1] == into.strides[1] == 1
+        order = np.arange(num) if row_order is None else row_order
+        nothing = np.zeros(row_bytes, np.uint8)
+        rows = np.full(len(into) * PANEL_WIDTH, nothing.ctypes.data, np.int64)
+        rows[:num] = blocks.ctypes.data + order * blocks.strides[0]
+        panels = into.ctypes.data, into.strides[0], len(into)
+        call(block_packer(self.kind.name), rows.ctypes.data, num_blocks, *panels)
 
     def pack(self, matrix: NDArray[np.float32], into: NDArray[np.uint8]) -> None:
         """Pack a matrix ``[N, K]`` of float32, rounded as llama.cpp's reference does.
@@ -126,16 +125,3 @@ class Blocks:
 def blocks_of(kind: str) -> Blocks:
     """Return the format of a kind, by GGML's name, for this processor: by its instruction, if it has one."""
     return Blocks(KINDS[kind], is_native=bool(IS_WIDE and llvm.get_host_cpu_features().get("avx512vnni")))
-
-
-def _put(numbers: NDArray[np.generic], into: NDArray[np.generic]) -> None:
-    """Put what columns have, ``[N, blocks, n]``, into panels ``[panels, blocks, n * W]``; what is beyond N is zero."""
-    num, num_blocks, length = numbers.shape
-    panels = into.reshape(len(into), num_blocks, length, PANEL_WIDTH)
-    whole = num // PANEL_WIDTH
-    panels[:whole] = (
-        numbers[: whole * PANEL_WIDTH].reshape(whole, PANEL_WIDTH, num_blocks, length).transpose(0, 2, 3, 1)
-    )
-    if num % PANEL_WIDTH:
-        panels[whole] = np.zeros((), into.dtype)
-        panels[whole, ..., : num % PANEL_WIDTH] = numbers[whole * PANEL_WIDTH :].transpose(1, 2, 0)
