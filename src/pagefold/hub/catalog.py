@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -74,7 +74,7 @@ class CatalogModel:
         """Return where the model's folder is, or will be, under ``cache_dir``. Nothing is read or written."""
         version = str(CONVERTER_VERSION) if self.is_converted else f"{CONVERTER_VERSION} as it is"
         digest = hashlib.sha256(f"{self.source.sha256} {version}".encode()).hexdigest()
-        return cache_dir / "models" / f"{self.name}-{digest[:8]}"
+        return cache_dir / "models" / f"{self.name.replace(':', '-')}-{digest[:8]}"
 
     def is_here(self, cache_dir: Path) -> bool:
         """Whether the folder is there and whole."""
@@ -170,7 +170,18 @@ _MODELS = (
         terms=Terms("Gemma Terms of Use", "https://ai.google.dev/gemma/terms"),
     ),
 )
-CATALOG: Mapping[str, CatalogModel] = MappingProxyType({model.name: model for model in _MODELS})
+_QUANTIZATIONS = {"smollm2-135m": "Q4_1", "gemma-3-270m": "Q4_K_M"}
+"""In which form the files of the built-in models are: by that name behind a colon they are served as they are."""
+_AS_THEY_ARE = tuple(
+    replace(
+        model,
+        name=f"{model.name}:{_QUANTIZATIONS[model.name]}",
+        title=f"{model.title}, {_QUANTIZATIONS[model.name]}",
+        is_converted=False,
+    )
+    for model in _MODELS
+)
+CATALOG: Mapping[str, CatalogModel] = MappingProxyType({model.name: model for model in (*_MODELS, *_AS_THEY_ARE)})
 
 
 def resolve(name: str, cache_dir: Path, *, accept_license: bool = False, progress: Progress = silent) -> Path:
