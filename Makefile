@@ -1,5 +1,6 @@
 # Everything that CI and people do, as targets. `make setup` is what the others share.
 PYTHON ?= python3
+# The built-in model as its wheel's file has it: 4 bit, nothing is converted. Without what is behind the colon, in float32.
 MODEL ?= smollm2-135m:Q4_1
 ARGS ?=
 # Another wheel index for torch: see the README. Empty takes what pip is configured for.
@@ -35,7 +36,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $(STAMP)
 
 serve: setup ## serve MODEL on 127.0.0.1:8000; flags in ARGS
-	@exec $(BIN)/pagefold serve $(MODEL) --served-model-name $(firstword $(subst :, ,$(MODEL))) $(ARGS)
+	@exec $(BIN)/pagefold serve $(MODEL) $(if $(filter %:Q4_1,$(MODEL)),--served-model-name $(MODEL:%:Q4_1=%)) $(ARGS)
 
 demo: setup ## the cache at work, without a model
 	@$(BIN)/pagefold demo
