@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -157,7 +158,7 @@ def test_transformers_gets_the_same_model(family: str, pair: Any, folder: Any) -
 def test_outputs_are_those_of_generate(family: str, pair: Any, folder: Any) -> None:
     """Part 1 of the equality rule, in float64, against transformers on the library's numbers."""
     (setting,) = [setting for setting in SETTINGS if setting.name == "chunks of 16"]
-    trial = Trial(setting, SHORT, folder(family))
+    trial = Trial(replace(setting, at_least=None), SHORT, folder(family))  # so few prompts have little in common
     trial.run()
     trial.assert_exact(References(pair(family).folder, SHORT.num_outputs))
 
