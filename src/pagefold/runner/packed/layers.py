@@ -91,7 +91,7 @@ def find_packable(model: torch.nn.Module, dtype: torch.dtype) -> Packable:
         if is_experts(module) and _experts_dtype(module) == dtype:
             found.experts[name] = module
         elif _packs(name, module, dtype):
-            found.linears[name] = module  # type: ignore[assignment]
+            found.linears[name] = module
             by_weight[id(module.weight)] = name
         elif isinstance(module, torch.nn.Embedding):
             continue

@@ -26,19 +26,19 @@ class LetGoWeight(torch.Tensor):
 
     layer: str
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # noqa: SLF001 - torch's way to leave it to dispatch
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # noqa: SLF001 - torch's way
 
     @classmethod
     def of(cls, weight: torch.Tensor, layer: str) -> Self:
         """Return what is left of ``weight``."""
-        made: Self = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]  # noqa: SLF001 - torch's way
+        made: Self = torch.Tensor._make_wrapper_subclass(  # noqa: SLF001 - torch's way
             cls, weight.shape, dtype=weight.dtype, device=weight.device
         )
         made.layer = layer
         return made
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]  # torch says otherwise of the one that it has itself
         cls, func: object, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:  # noqa: ANN401 - torch's signature
         """Refuse any operation.
@@ -50,5 +50,5 @@ class LetGoWeight(torch.Tensor):
         msg = f"The model reads the weights of {layer} itself ({func}), and these are packed for products alone."
         raise UnsupportedModelError(msg, remedy="Use another model, or dtype=float64, which packs nothing.")
 
-    def __repr__(self, **_: object) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]  # nobody prints what is in it
         return f"LetGoWeight({tuple(self.shape)}, dtype={self.dtype}, layer={self.layer!r})"

@@ -80,7 +80,7 @@ class ProductTeam:
         self._num_threads = min(num_threads, numba.config.NUMBA_NUM_THREADS)
         self._sync = np.zeros((NUM_PHASES, SYNC_WIDTH), np.int64)
         self._shares = np.zeros((NUM_PHASES, self._num_threads), np.int64)
-        self._rows = np.zeros((0, LINE_BYTES), np.uint8)
+        self._rows = np.zeros(0, np.uint8)
         self._whole = Groups(_NO_SOURCES, np.ones(1, np.int64))
         self._product: Callable[..., None] | None = None
         self._add: Callable[..., None] | None = None
@@ -192,7 +192,7 @@ class ProductTeam:
         num_bytes = num_rows * lines * LINE_BYTES
         if self._rows.size < num_bytes:
             self._rows = np.zeros((num_bytes + num_bytes // 2) // LINE_BYTES * LINE_BYTES, np.uint8)
-        return self._rows.reshape(-1)[:num_bytes].reshape(num_rows, lines * LINE_BYTES)
+        return self._rows[:num_bytes].reshape(num_rows, lines * LINE_BYTES)
 
 
 def _cut(counts: NDArray[np.int64]) -> RowTiles:
