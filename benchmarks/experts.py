@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from pagefold.engine.engine import Engine
 
-NUM_REQUESTS, NUM_PROMPT, NUM_OUTPUTS = 8, 64, 32
+NUM_REQUESTS, NUM_PROMPT = 8, 64
 ASKED = 3.0
 VOCAB_SIZE = 32_000
 
@@ -75,18 +75,18 @@ def build(folder: Path, args: argparse.Namespace) -> Engine:
         dtype=args.dtype,
         quantization=args.quantization,
         kv_cache_memory_bytes=2**28,
-        max_model_len=NUM_PROMPT + NUM_OUTPUTS + 1,
+        max_model_len=NUM_PROMPT + args.outputs + 1,
         max_num_batched_tokens=NUM_REQUESTS * NUM_PROMPT,
         enable_prefix_caching=False,
     )
     return build_engine(plan_engine(config))
 
 
-def ours(engine: Engine, prompts: list[list[int]]) -> list[float]:
+def ours(engine: Engine, prompts: list[list[int]], num_outputs: int) -> list[float]:
     """Return the seconds of each step in which all requests decode."""
     from pagefold.sampling import SamplingParams
 
-    how = SamplingParams(temperature=0.0, max_tokens=NUM_OUTPUTS, ignore_eos=True)
+    how = SamplingParams(temperature=0.0, max_tokens=num_outputs, ignore_eos=True)
     for index, prompt in enumerate(prompts):
         engine.add(str(index), prompt, how)
     steps = []
@@ -99,23 +99,23 @@ def ours(engine: Engine, prompts: list[list[int]]) -> list[float]:
     return steps[1:]  # the first is the prompts'
 
 
-def theirs(model: Any, prompts: list[list[int]]) -> float:  # noqa: ANN401 - transformers' models have no common type
+def theirs(model: Any, prompts: list[list[int]], num_outputs: int) -> float:  # noqa: ANN401 - transformers' models have no common type
     """Return the seconds that transformers takes for a token of each prompt."""
     ids = torch.tensor(prompts)
 
-    def generate(num_outputs: int) -> float:
+    def generate(num_tokens: int) -> float:
         begin = time.perf_counter()
         model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
-            max_new_tokens=num_outputs,
-            min_new_tokens=num_outputs,
+            max_new_tokens=num_tokens,
+            min_new_tokens=num_tokens,
             do_sample=False,
         )
         return time.perf_counter() - begin
 
     first = generate(1)
-    return (generate(NUM_OUTPUTS) - first) / (NUM_OUTPUTS - 1)
+    return (generate(num_outputs) - first) / (num_outputs - 1)
 
 
 def main() -> None:
@@ -126,6 +126,7 @@ def main() -> None:
     arguments.add_argument("--layers", type=int, default=8)
     arguments.add_argument("--hidden", type=int, default=1024, help="a multiple of 512")
     arguments.add_argument("--experts", type=int, default=64)
+    arguments.add_argument("--outputs", type=int, default=32, help="tokens a request")
     arguments.add_argument("--repeats", type=int, default=3)
     args = arguments.parse_args()
     from transformers import AutoModelForCausalLM
@@ -139,13 +140,13 @@ def main() -> None:
         peer = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, args.dtype)).eval()
         rounds_ours: list[float] = []
         rounds_theirs: list[float] = []
-        ours(engine, prompts)  # compiles, and takes pages of memory
+        ours(engine, prompts, args.outputs)  # compiles, and takes pages of memory
         for number in track(range(args.repeats), "measuring", console=Console(stderr=True), transient=True):
             if number % 2:
-                rounds_theirs.append(theirs(peer, prompts))
-            rounds_ours.append(statistics.median(ours(engine, prompts)))
+                rounds_theirs.append(theirs(peer, prompts, args.outputs))
+            rounds_ours.append(statistics.median(ours(engine, prompts, args.outputs)))
             if not number % 2:
-                rounds_theirs.append(theirs(peer, prompts))
+                rounds_theirs.append(theirs(peer, prompts, args.outputs))
         gap = difference(engine, peer, prompts[0])
     own, other = statistics.median(rounds_ours), statistics.median(rounds_theirs)
     ratio = other / own
