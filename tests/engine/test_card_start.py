@@ -74,7 +74,7 @@ def test_where_there_is_no_card_none_is_found(folder):
     [
         ({"attention_backend": "cpu"}, "runs on a card"),
         ({"attention_backend": "cuda", "dtype": "float64"}, "float16, bfloat16 and float32"),
-        ({"quantization": "int8"}, "takes the fused decoder"),
+        ({"quantization": "int8"}, "takes packed layers .* device=cuda"),
         ({"model_impl": "pagefold"}, "device=cuda"),
         ({"kv_offloading_size": 2.0**20}, r"kv_offloading_size is .* are free\. Give less: it is page-locked"),
     ],

@@ -203,6 +203,7 @@ def test_what_differs_is_named_and_nothing_is_written(tmp_path, target, said):
     ("arrangement", "decoder", "dtype", "why"),
     [
         ("panels-v1", "transformers, rows in 16 lanes", "torch.float32", "it may change what is computed"),
+        ("panels-v1", "transformers: FMA; rows in 16 lanes", "torch.float32", "it may change what is computed"),
         ("rows-v1", "transformers, rows in 16 lanes", "torch.float16", "as they were computed on a CPU"),
         ("codec-panels-v3/int8//ab", "fused: FMA", "torch.float32", "as they were computed on a CPU"),
         ("panels-v1", "fused: FMA", "torch.float64", "not known for torch.float64"),

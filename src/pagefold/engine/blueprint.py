@@ -19,7 +19,12 @@ if TYPE_CHECKING:
     from pagefold.runner.fused.formats import DecoderFormats
     from pagefold.runner.models import ModelSpec
 
-__all__ = ["Blueprint", "without_windows"]
+__all__ = ["PACKED_DTYPES", "Blueprint", "why_not_packed", "without_windows"]
+
+PACKED_DTYPES = "float32", "bfloat16"
+"""What the fused decoder and packed layers compute in."""
+_SLOTS, _NUMBERS = 4, 8
+"""Of how many slots and numbers blocks of pairs are made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,17 +63,32 @@ class Blueprint:
         return not self.not_fused
 
     @property
+    def packs(self) -> bool:
+        """Whether transformers computes it with packed layers."""
+        return not self.is_fused and not why_not_packed(self.config, str(self.dtype), self.device)
+
+    @property
     def computes_pairs(self) -> bool:
         """Whether attention multiplies pairs of bfloat16, which lie in blocks as such."""
-        return self.is_fused and str(self.dtype) == "torch.bfloat16"
+        if str(self.dtype) != "torch.bfloat16":
+            return False
+        config = self.config
+        has_words = config.block_size % _SLOTS == 0 and self.spec.head_dim % _NUMBERS == 0
+        return self.is_fused or (self.packs and has_words and config.attention_backend != "reference")
+
+    @property
+    def arithmetic(self) -> str:
+        """What decides the bits of products, the fused decoder's or those of packed layers; empty for torch's own."""
+        return self.formats.arithmetic if self.is_fused or self.packs else ""
 
     @property
     def formats(self) -> DecoderFormats:
-        """In which formats the fused decoder has the model's matrices."""
+        """In which formats the fused decoder, or packed layers, have the model's matrices."""
         from pagefold.runner.fused.formats import decoder_formats  # noqa: PLC0415 - kernels come with it
 
         dtype = str(self.dtype).removeprefix("torch.")
-        return decoder_formats(dtype, self.config.quantization, self.spec.stored_kinds)
+        kinds = self.spec.stored_kinds if self.is_fused else {}  # packed layers get dequantized tensors
+        return decoder_formats(dtype, self.config.quantization, kinds)
 
     @property
     def computes_windows(self) -> bool:
@@ -87,6 +107,25 @@ class Blueprint:
         could_be_longer = spec.max_exact_len < spec.windowed_limit.length
         setting = without_windows(self.config) if could_be_longer else ""
         return Limit(spec.max_exact_len, spec.limit, setting)
+
+
+def why_not_packed(config: EngineConfig, dtype: str, device: str) -> str:
+    """Return what packed layers do not go with; empty if they are there.
+
+    Args:
+        config: what was asked.
+        dtype: of weights and activations, with or without ``torch.`` before it.
+        device: ``cpu`` or ``cuda``.
+    """
+    from pagefold.runner.fused.formats import processor_lacks  # noqa: PLC0415 - kernels come with it
+
+    dtype = dtype.removeprefix("torch.")
+    if device != "cpu":
+        return f"device={device} (they are computed on CPUs)"
+    if dtype not in PACKED_DTYPES:
+        return f"dtype={dtype} (they are computed in {' and '.join(PACKED_DTYPES)})"
+    lacking = processor_lacks(dtype, config.quantization)
+    return f"a processor without {lacking}" if lacking else ""
 
 
 def without_windows(config: EngineConfig) -> str:

@@ -116,8 +116,7 @@ def find_constants(
     if not (spec.folder / "tokenizer_config.json").is_file():
         return None
     text = _TEXT.read_bytes()
-    arithmetic = blueprint.formats.arithmetic if blueprint.is_fused else ""
-    computed = content_fingerprint(spec.folder, cache_dir()), arithmetic, str(blueprint.dtype)
+    computed = content_fingerprint(spec.folder, cache_dir()), blueprint.arithmetic, str(blueprint.dtype)
     num_tokens, num_positions = _most_tokens(blueprint), _num_positions(blueprint)
     facts = _VERSION, *computed, num_tokens, num_positions
     name = hashlib.sha256(repr(facts).encode() + text).hexdigest()[:32]

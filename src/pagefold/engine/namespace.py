@@ -17,7 +17,7 @@ __all__ = ["namespace_of"]
 def namespace_of(blueprint: Blueprint) -> Namespace:
     """Return what all blocks of the model share, whoever computes: other weights or another decoder give other bytes.
 
-    The fused decoder's formats tell by which arithmetic they compute: their constants are part of the name.
+    Formats of products tell by which arithmetic they compute: their constants are part of the name.
 
     What leaves this process is named by what the model's files hold, which is the same on every machine.
     """
@@ -27,7 +27,9 @@ def namespace_of(blueprint: Blueprint) -> Namespace:
     from pagefold.runner.slab import layout_on  # noqa: PLC0415 - torch comes with it
 
     config, spec = blueprint.config, blueprint.spec
-    decoder = f"fused: {blueprint.formats.arithmetic}" if blueprint.is_fused else f"transformers, rows in {LANES} lanes"
+    who = "fused" if blueprint.is_fused else "transformers"
+    arithmetic = blueprint.arithmetic
+    decoder = f"{who}: {arithmetic}" if arithmetic else f"{who}, rows in {LANES} lanes"
     geometry = blueprint.geometry
     layout = layout_on(blueprint.device, in_pairs=blueprint.computes_pairs)
     if geometry.codec is not None:

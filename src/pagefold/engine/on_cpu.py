@@ -61,11 +61,12 @@ class OnCpu:
             block_size=config.block_size,
             head_dim=spec.head_dim,
             codes_a_byte=_codes_a_byte(geometry),
+            in_pairs=blueprint.computes_pairs,
         )
         return capacity
 
     def lines(self, blueprint: Blueprint) -> list[str]:
-        """Return what fits, and in which formats the fused decoder computes."""
+        """Return what fits, and in which formats layers are computed."""
         lines = blueprint.capacity.lines() + _lines_of_sinks(blueprint)
         if blueprint.mask is not None:
             shares = " or ".join(f"{share:.0%}" for share in blueprint.config.masks)
@@ -86,6 +87,9 @@ class OnCpu:
         else:
             dtype = str(blueprint.dtype).removeprefix("torch.")
             lines.append(f"computes   {dtype}, by transformers; ours does not go with {blueprint.not_fused}")
+            if blueprint.packs:
+                products = blueprint.formats.products
+                lines.append(f"layers     packed in {products.name}, by {products.means}")
         return lines
 
     def decoder(self, blueprint: Blueprint, slab: AnySlab, on_queries: OnQueries | None = None) -> Decoder:
@@ -119,12 +123,19 @@ class OnCpu:
             block_size=slab.block_size,
             head_dim=spec.head_dim,
             codes_a_byte=_codes_a_byte(blueprint.geometry),
+            in_pairs=blueprint.computes_pairs,
         )
         if on_queries is not None:
             attention = told_queries(attention, on_queries)
-        return TransformersDecoder(
-            load_model(spec.folder, blueprint.dtype), slab, attention, max_model_len=max_model_len
-        )
+        if blueprint.packs:
+            from pagefold.runner.packed.experts import register_experts  # noqa: PLC0415 - kernels come with it
+            from pagefold.runner.packed.layers import pack_layers  # noqa: PLC0415
+
+            model = load_model(spec.folder, blueprint.dtype, experts=register_experts())
+            pack_layers(model, blueprint.dtype, blueprint.formats.of, config.threads or available_cpus())
+        else:
+            model = load_model(spec.folder, blueprint.dtype)
+        return TransformersDecoder(model, slab, attention, max_model_len=max_model_len)
 
     def ready(self, blueprint: Blueprint, say: Callable[[str], None]) -> Ready:  # noqa: ARG002 - nothing to say
         """Load weights and allocate blocks. Where sequences may stream, the arena lies behind the blocks."""
@@ -174,6 +185,11 @@ def _draft_bytes(blueprint: Blueprint) -> int:
 
 def _weight_bytes(blueprint: Blueprint) -> int:
     """Return the bytes of the weights as they will be in memory, with tables of all positions that may be served."""
+    if blueprint.packs:
+        from pagefold.runner.packed.outline import outline_of  # noqa: PLC0415 - transformers comes with it
+
+        spec = blueprint.spec
+        return outline_of(spec.folder, spec.fingerprint, blueprint.dtype).num_bytes(blueprint.formats.of)
     if not blueprint.is_fused:
         return blueprint.spec.num_parameters * blueprint.dtype.itemsize
     from pagefold.runner.fused.weights import packed_bytes  # noqa: PLC0415 - kernels come with it

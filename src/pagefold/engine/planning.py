@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pagefold.config import cache_dir
-from pagefold.engine.blueprint import Blueprint, without_windows
+from pagefold.engine.blueprint import PACKED_DTYPES, Blueprint, why_not_packed, without_windows
 from pagefold.engine.draft_model import capacity_of_draft, check_device, check_draft, draft_config, longest_of
 from pagefold.engine.masking import check_groups, check_masking, find_mask, packing_keeps
 from pagefold.engine.on_card import OnCard
@@ -33,8 +33,6 @@ __all__ = ["geometry_of", "hardware_of", "plan_engine"]
 _NOTHING = Capacity(0, 0, 0, 1, 0, 1)
 
 _INT4_GROUP = 32
-_FUSED_DTYPES = "float32", "bfloat16"
-"""What the fused decoder computes in."""
 _SCALE_BYTES = 4
 """Bytes of the scale and the zero point that a block keeps of one channel."""
 
@@ -85,6 +83,8 @@ def _shape_of(config: EngineConfig, progress: Progress | None) -> Blueprint:
     check_attention(config, device, dtype, spec.head_dim)
     not_fused = _why_not_fused(config, spec, name, device)
     _check_fused(config, spec, not_fused)
+    if not_fused and config.quantization not in {None, "none"}:
+        _check_quantization(config, spec, dtype, device)
     geometry, mask = geometry_of(config, spec, dtype), None
     if config.streaming_llm is not None:
         _check_streaming(config, spec, device)
@@ -230,8 +230,8 @@ def _in_its_way(config: EngineConfig, spec: ModelSpec, dtype: str, device: str) 
         yield spec.not_fused
     if device != "cpu":
         yield f"device={device} (it computes on CPUs)"
-    if dtype not in _FUSED_DTYPES:
-        yield f"dtype={dtype} (it computes in {' and '.join(_FUSED_DTYPES)})"
+    if dtype not in PACKED_DTYPES:
+        yield f"dtype={dtype} (it computes in {' and '.join(PACKED_DTYPES)})"
     if config.block_size % 4:
         yield f"block_size={config.block_size} (it takes multiples of 4)"
     if spec.head_dim % 8:
@@ -272,13 +272,25 @@ def _check_fused(config: EngineConfig, spec: ModelSpec, not_fused: str) -> None:
     if config.model_impl == "pagefold":
         msg = f"model_impl is pagefold for {spec.folder.name}: the fused decoder does not go with {not_fused}."
         raise ConfigError(msg, remedy="Use model_impl=auto or transformers.")
-    wanted = (
-        "batch_invariant"
-        if config.batch_invariant
-        else "quantization"
-        if config.quantization not in {None, "none"}
-        else ""
-    )
-    if wanted:
-        msg = f"{wanted} takes the fused decoder for {spec.folder.name}, and that does not go with {not_fused}."
-        raise ConfigError(msg, remedy=f"Leave {wanted} out, or change that.")
+    if config.batch_invariant:
+        msg = f"batch_invariant takes the fused decoder for {spec.folder.name}, and that does not go with {not_fused}."
+        raise ConfigError(msg, remedy="Leave batch_invariant out, or change that.")
+
+
+def _check_quantization(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: str) -> None:
+    """See that packed layers can have the weights of a model that transformers computes in the format that was asked.
+
+    Raises:
+        ConfigError: they cannot.
+    """
+    from pagefold.runner.packed.outline import outline_of  # noqa: PLC0415 - transformers comes with it
+
+    why_not = why_not_packed(config, str(dtype), device)
+    if why_not:
+        msg = f"quantization takes packed layers for {spec.folder.name}, and they do not go with {why_not}."
+        raise ConfigError(msg, remedy="Leave quantization out, or change that.")
+    others = outline_of(spec.folder, spec.fingerprint, dtype).packable.others
+    if others:
+        what = f"{len(others)} matrices that are not in layers which can be packed, such as {others[0]}"
+        msg = f"quantization is {config.quantization}, and {spec.folder.name} ({spec.model_type}) has {what}."
+        raise ConfigError(msg, remedy="Leave quantization out, or use another model.")

@@ -77,7 +77,9 @@ def register_attention() -> str:
     return _NAME
 
 
-def load_model(folder: Path, dtype: torch.dtype, device: str = "cpu", *, attention: str | None = None) -> Any:  # noqa: ANN401 - transformers' models have no common type
+def load_model(
+    folder: Path, dtype: torch.dtype, device: str = "cpu", *, attention: str | None = None, experts: str | None = None
+) -> Any:  # noqa: ANN401 - transformers' models have no common type
     """Load the model of ``folder`` for inference on ``device``, with paged attention.
 
     No mask function is registered under our name, so transformers builds no mask: causality is our attention's.
@@ -88,6 +90,7 @@ def load_model(folder: Path, dtype: torch.dtype, device: str = "cpu", *, attenti
         dtype: of the weights.
         device: where they go.
         attention: another attention, by the name under which transformers knows it.
+        experts: likewise, what computes experts.
 
     Raises:
         UnsupportedModelError: the weights are not those of the config's model: transformers would make up what lacks.
@@ -102,7 +105,7 @@ def load_model(folder: Path, dtype: torch.dtype, device: str = "cpu", *, attenti
             dtype=dtype,
             attn_implementation=name,
             output_loading_info=True,
-            **_experts(dtype),
+            **_experts(dtype, experts),
         )
     except RuntimeError as error:  # shapes that differ, among others
         msg = f"transformers cannot load the weights of {folder}: {' '.join(str(error).split())[:_MAX_WHY]}"
@@ -160,9 +163,11 @@ def odd_arguments(arguments: Mapping[str, object]) -> list[str]:
     return sorted(name for name in arguments.keys() - _HARMLESS_ARGUMENTS if arguments[name] is not None)
 
 
-def _experts(dtype: torch.dtype) -> dict[str, str]:
-    """Return how experts are computed, where transformers' own choice, one product of all, does not know the dtype."""
-    return {"experts_implementation": "eager"} if dtype == torch.float64 else {}
+def _experts(dtype: torch.dtype, asked: str | None) -> dict[str, str]:
+    """Return how experts are computed: as asked, or another way where transformers' own does not know the dtype."""
+    if asked is not None:
+        return {"experts_implementation": asked}
+    return {"experts_implementation": "eager"} if dtype == torch.float64 else {}  # not by one product of all
 
 
 def _paged_attention(  # noqa: PLR0913 - transformers calls it so

@@ -13,7 +13,7 @@ from pagefold.store.frame import FrameFormat
 
 __all__ = ["PrefixLayout"]
 
-_PARTS = r"(.*)/{size}/((?:fused: |transformers, ).*)"
+_PARTS = r"(.*)/{size}/((?:fused: |transformers[:,] ).*)"
 """A namespace's layout: the arrangement of a block's bytes, its size, and who computed them."""
 _NUMBERS = ("block_size", "block_bytes", "head_dim")
 _MOST = 2**32

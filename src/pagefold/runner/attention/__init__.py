@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 __all__ = ["AttentionBackend", "AttentionInputs", "GroupInputs", "choose_backend"]
 
 
-def choose_backend(
-    name: str, dtype: torch.dtype, *, block_size: int, head_dim: int, codes_a_byte: int = 1
+def choose_backend(  # noqa: PLR0913 - settings, by name
+    name: str, dtype: torch.dtype, *, block_size: int, head_dim: int, codes_a_byte: int = 1, in_pairs: bool = False
 ) -> AttentionBackend:
     """Return the implementation of that name; ``auto`` is the fastest that can do this dtype and shape.
 
@@ -25,6 +25,7 @@ def choose_backend(
         block_size: tokens a block.
         head_dim: numbers of a head.
         codes_a_byte: how many of a head's numbers have their codes in one byte of a block, at most.
+        in_pairs: whether blocks have bfloat16 in pairs, which ``cpu`` multiplies as such.
 
     Raises:
         ConfigError: ``cpu`` was asked for and cannot.
@@ -32,7 +33,7 @@ def choose_backend(
     import torch  # noqa: PLC0415 - the one thing needed of it
 
     multiple = 4 * codes_a_byte
-    can_cpu = dtype == torch.float32 and block_size % 4 == 0 and head_dim % multiple == 0
+    can_cpu = (in_pairs or dtype == torch.float32) and block_size % 4 == 0 and head_dim % multiple == 0
     if name == "reference" or (name == "auto" and not can_cpu):
         return reference_attention
     if not can_cpu:

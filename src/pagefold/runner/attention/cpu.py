@@ -1,4 +1,4 @@
-"""Attention over blocks on a CPU, as one op for transformers' models: float32, any family.
+"""Attention over blocks on a CPU, as one op for transformers' models: float32, or bfloat16 in pairs, any family.
 
 What a step's attention has to do is dealt once for each cache group (``dealing.py``) and done in every layer
 (``kernel.py``) by a team of threads. A family that the fused decoder knows uses the same kernel without coming through
@@ -50,7 +50,7 @@ def scoring_of(scale: float, softcap: float, sinks: torch.Tensor | None = None) 
 
 
 class _Operands(NamedTuple):
-    """A layer's float32 tensors: ``query`` and ``out`` are ``[T, H, D]``, ``key`` and ``value`` ``[T, Hkv, D]``.
+    """A layer's tensors, in float32: ``query`` and ``out`` are ``[T, H, D]``, ``key`` and ``value`` ``[T, Hkv, D]``.
 
     ``turned`` is as ``query``, or of no tokens where no sink tokens are kept.
     """
@@ -101,7 +101,7 @@ class AttentionRoom:
 
 
 class CpuAttention:
-    """See :class:`~pagefold.runner.attention.inputs.AttentionBackend`. float32 only.
+    """See :class:`~pagefold.runner.attention.inputs.AttentionBackend`. float32, and bfloat16 whose blocks are in pairs.
 
     It keeps the work of the last step that it saw, and room to do it in: one step at a time.
 
@@ -137,7 +137,7 @@ class CpuAttention:
         if self._inputs is not inputs or self._work is None:
             self._inputs, self._work = inputs, room.dealer.deal(inputs)
         work = self._work
-        out = torch.empty_like(query, memory_format=torch.contiguous_format)
+        out = torch.empty(query.shape)
         turned = query[:0] if turned is None else turned
         self._sync[:] = 0
         numba.set_num_threads(self._num_threads)  # of the calling thread
@@ -146,7 +146,7 @@ class CpuAttention:
             self._num_threads,
             self._sync,
             work,
-            _Operands(*(tensor.contiguous().numpy() for tensor in (query, turned, key, value, out))),
+            _Operands(*(tensor.float().contiguous().numpy() for tensor in (query, turned, key, value, out))),
             room.slab_for(work),
             layer,
             scoring_of(scale, softcap, sinks),
@@ -157,7 +157,7 @@ class CpuAttention:
             self._kernel = specialised(_run, arguments)
         self._kernel(*arguments)
         tell_counts(work.packs, work.kept_counts, inputs.packed)
-        return out
+        return out.to(query.dtype)
 
     def _room_for(self, slab: AnySlab, num_heads: int, num_kv_heads: int, chunk_size: int) -> AttentionRoom:
         if self._room is None or self._slab is not slab or self._room.group != num_heads // num_kv_heads:
