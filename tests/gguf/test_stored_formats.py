@@ -99,7 +99,7 @@ def stored_names(folder: Path) -> set[str]:
         for matrix in _matrices(blueprint)
         for part in matrix.parts
         for tensor in part.tensors
-        if tensor.name in blueprint.formats.stored and part.form is blueprint.formats.stored[tensor.name]
+        if tensor.name in blueprint.formats.stored and part.form == blueprint.formats.stored[tensor.name]
     }
 
 
