@@ -21,6 +21,7 @@ from pagefold.config.environment import (
 )
 from pagefold.config.flag import Flag
 from pagefold.config.kv_events import KVEventsConfig
+from pagefold.config.lora_module import LoRAModule, check_adapter_name
 from pagefold.config.machine import available_cpus, available_memory_bytes
 from pagefold.config.server_config import MAX_PRIORITY, REASONING_PARSERS, Account, ServerConfig, is_key
 from pagefold.config.tenant_quota import TenantQuota, quotas_of
@@ -36,6 +37,7 @@ __all__ = [
     "EngineConfig",
     "Flag",
     "KVEventsConfig",
+    "LoRAModule",
     "ModelImpl",
     "ServerConfig",
     "TenantQuota",
@@ -43,6 +45,7 @@ __all__ = [
     "available_cpus",
     "available_memory_bytes",
     "cache_dir",
+    "check_adapter_name",
     "environment_admin_key",
     "environment_hash_seed",
     "environment_int_hashes",

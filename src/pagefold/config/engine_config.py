@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Annotated, Literal, TypeAlias, get_args
 
 from pagefold.config.flag import Flag, bad_value, check_types, one_of
+from pagefold.config.lora_module import LoRAModule, lora_modules_of
 from pagefold.config.tenant_quota import TenantQuota, check_quotas
 from pagefold.errors import ConfigError, InvalidRequestError
 from pagefold.kv import KV_CACHE_DTYPES
@@ -36,6 +37,7 @@ SchedulingPolicyName: TypeAlias = Literal["fcfs", "priority", "lpm", "fair"]
 Admission: TypeAlias = Literal["predicted", "prompt", "max_tokens"]
 
 _MAX_BLOCK_SIZE = 256
+_MOST_LORAS, _MAX_LORA_RANK = 1024, 512
 _MOST_TARGET_MS = 24 * 60 * 60 * 1000
 _NUM_SINKS = 4
 """As in StreamingLLM (Xiao et al., 2023, section 3.3): four are enough."""
@@ -104,6 +106,11 @@ class EngineConfig:
             ``auto`` for the fused decoder where it can.
         quantization: ``int8`` keeps the fused decoder's matrices as int8, a scale an output channel; ``w8a8_int8`` has
             weights and what is multiplied with them in int8, with a scale for each 64 numbers; None does neither.
+        enable_lora: whether requests may name LoRA adapters; on CPUs.
+        lora_modules: those that are there from the start, each as ``name=folder``, or as a JSON object with ``name``
+            and ``path``.
+        max_loras: adapters that may be loaded at once; all of them may be in one batch.
+        max_lora_rank: the largest rank that one may have.
         enforce_eager: whether a card gets each kernel from the host, rather than decoding steps as CUDA graphs.
         threads: how many compute together; None for all cores that this process may use.
         batch_invariant: refuse whatever would let a request's tokens depend on its batch. The fused decoder never does.
@@ -232,6 +239,16 @@ class EngineConfig:
         Literal["int8", "w8a8_int8"] | None,
         Flag("int8: weights of a quarter of the size; w8a8_int8: products in int8 too."),
     ] = None
+    enable_lora: Annotated[bool, Flag("Let requests name LoRA adapters as their model.")] = False
+    lora_modules: Annotated[
+        tuple[str, ...],
+        Flag(
+            'Adapters from the start: NAME=FOLDER, several times, or \'{"name": "NAME", "path": "FOLDER"}\'.',
+            metavar="NAME=FOLDER",
+        ),
+    ] = ()
+    max_loras: Annotated[int, Flag("LoRA adapters that may be loaded at once.")] = 8
+    max_lora_rank: Annotated[int, Flag("The largest rank that a LoRA adapter may have.")] = 16
     enforce_eager: Annotated[bool, Flag("On a card, no CUDA graphs.")] = False
     threads: Annotated[int | None, Flag("Threads that compute; all cores if not given.")] = None
     batch_invariant: Annotated[bool, Flag("Refuse what would let a request's tokens depend on its batch.")] = False
@@ -366,6 +383,7 @@ class EngineConfig:
         self._check_pins()
         self._check_sinks()
         self._check_keep()
+        self._check_adapters()
 
     @property
     def max_draft_tokens(self) -> int:
@@ -463,6 +481,26 @@ class EngineConfig:
         beside = next((name for name, is_set in others.items() if is_set), None)
         if beside is not None:
             msg = f"kv_keep and {beside} are set, which do not go together yet."
+            raise ConfigError(msg, remedy="Leave one of them out.")
+
+    @property
+    def adapters(self) -> tuple[LoRAModule, ...]:
+        """The adapters that are there from the start."""
+        return lora_modules_of(self.lora_modules)
+
+    def _check_adapters(self) -> None:
+        if not 1 <= self.max_loras <= _MOST_LORAS:
+            raise bad_value("max_loras", self.max_loras, f"between 1 and {_MOST_LORAS}")
+        if not 1 <= self.max_lora_rank <= _MAX_LORA_RANK:
+            raise bad_value("max_lora_rank", self.max_lora_rank, f"between 1 and {_MAX_LORA_RANK}")
+        if self.lora_modules and not self.enable_lora:
+            msg = "lora_modules is set, and enable_lora is not."
+            raise ConfigError(msg, remedy="Set enable_lora too, or leave it out.")
+        if len(self.adapters) > self.max_loras:
+            msg = f"lora_modules names {len(self.adapters)} adapters, and max_loras is {self.max_loras}."
+            raise ConfigError(msg, remedy="Give a larger max_loras, or name fewer.")
+        if self.enable_lora and self.kv_keep:
+            msg = "kv_keep and enable_lora are set: which tokens get attention is known of the model without adapters."
             raise ConfigError(msg, remedy="Leave one of them out.")
 
     def _check_targets(self) -> None:
