@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Annotated, Literal, TypeAlias, get_args
 
 from pagefold.config.flag import Flag, bad_value, check_types, one_of
-from pagefold.config.lora_module import LoRAModule, lora_modules_of
+from pagefold.config.lora_module import LoRAModule, check_loras, lora_modules_of
 from pagefold.config.tenant_quota import TenantQuota, check_quotas
 from pagefold.errors import ConfigError, InvalidRequestError
 from pagefold.kv import KV_CACHE_DTYPES
@@ -37,7 +37,6 @@ SchedulingPolicyName: TypeAlias = Literal["fcfs", "priority", "lpm", "fair"]
 Admission: TypeAlias = Literal["predicted", "prompt", "max_tokens"]
 
 _MAX_BLOCK_SIZE = 256
-_MOST_LORAS, _MAX_LORA_RANK = 1024, 512
 _MOST_TARGET_MS = 24 * 60 * 60 * 1000
 _NUM_SINKS = 4
 """As in StreamingLLM (Xiao et al., 2023, section 3.3): four are enough."""
@@ -383,7 +382,7 @@ class EngineConfig:
         self._check_pins()
         self._check_sinks()
         self._check_keep()
-        self._check_adapters()
+        check_loras(self.lora_modules, self.max_loras, self.max_lora_rank, is_on=self.enable_lora)
 
     @property
     def max_draft_tokens(self) -> int:
@@ -477,6 +476,7 @@ class EngineConfig:
             "kv_cache_dtype_skip_layers": bool(self.kv_cache_dtype_skip_layers),
             "quantization": self.quantization is not None,
             "speculative_config": self.speculative_config is not None,
+            "enable_lora": self.enable_lora,
         }
         beside = next((name for name, is_set in others.items() if is_set), None)
         if beside is not None:
@@ -487,21 +487,6 @@ class EngineConfig:
     def adapters(self) -> tuple[LoRAModule, ...]:
         """The adapters that are there from the start."""
         return lora_modules_of(self.lora_modules)
-
-    def _check_adapters(self) -> None:
-        if not 1 <= self.max_loras <= _MOST_LORAS:
-            raise bad_value("max_loras", self.max_loras, f"between 1 and {_MOST_LORAS}")
-        if not 1 <= self.max_lora_rank <= _MAX_LORA_RANK:
-            raise bad_value("max_lora_rank", self.max_lora_rank, f"between 1 and {_MAX_LORA_RANK}")
-        if self.lora_modules and not self.enable_lora:
-            msg = "lora_modules is set, and enable_lora is not."
-            raise ConfigError(msg, remedy="Set enable_lora too, or leave it out.")
-        if len(self.adapters) > self.max_loras:
-            msg = f"lora_modules names {len(self.adapters)} adapters, and max_loras is {self.max_loras}."
-            raise ConfigError(msg, remedy="Give a larger max_loras, or name fewer.")
-        if self.enable_lora and self.kv_keep:
-            msg = "kv_keep and enable_lora are set: which tokens get attention is known of the model without adapters."
-            raise ConfigError(msg, remedy="Leave one of them out.")
 
     def _check_targets(self) -> None:
         for name in ("target_ttft_ms", "target_itl_ms"):

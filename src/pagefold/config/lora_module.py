@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, NamedTuple
 
+from pagefold.config.flag import bad_value
 from pagefold.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable
 
-__all__ = ["MAX_ADAPTER_NAME", "LoRAModule", "check_adapter_name", "lora_modules_of"]
+__all__ = ["MAX_ADAPTER_NAME", "LoRAModule", "check_adapter_name", "check_loras", "lora_modules_of"]
 
 MAX_ADAPTER_NAME = 256
 """Characters of an adapter's name, at most."""
+_MOST_LORAS, _MAX_LORA_RANK = 1024, 512
 _FIELDS = {"name", "path", "base_model_name"}
 _REMEDY = 'Write it as sql=/path/to/folder, or as \'{"name": "sql", "path": "/path/to/folder"}\'.'
 
@@ -52,6 +54,30 @@ def lora_modules_of(texts: Iterable[str]) -> tuple[LoRAModule, ...]:
         msg = f"lora_modules names {twice!r} twice."
         raise ConfigError(msg, remedy="Give each adapter a name of its own.")
     return modules
+
+
+def check_loras(texts: Collection[str], max_loras: int, max_lora_rank: int, *, is_on: bool) -> None:
+    """See that what is said of adapters goes together.
+
+    Args:
+        texts: those that are there from the start.
+        max_loras: how many there may be.
+        max_lora_rank: the largest rank that one may have.
+        is_on: whether there may be any.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    if not 1 <= max_loras <= _MOST_LORAS:
+        raise bad_value("max_loras", max_loras, f"between 1 and {_MOST_LORAS}")
+    if not 1 <= max_lora_rank <= _MAX_LORA_RANK:
+        raise bad_value("max_lora_rank", max_lora_rank, f"between 1 and {_MAX_LORA_RANK}")
+    if texts and not is_on:
+        msg = "lora_modules is set, and enable_lora is not."
+        raise ConfigError(msg, remedy="Set enable_lora too, or leave it out.")
+    if len(lora_modules_of(texts)) > max_loras:
+        msg = f"lora_modules names {len(texts)} adapters, and max_loras is {max_loras}."
+        raise ConfigError(msg, remedy="Give a larger max_loras, or name fewer.")
 
 
 def _module_of(text: str) -> LoRAModule:
