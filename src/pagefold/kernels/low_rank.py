@@ -23,7 +23,7 @@ from pagefold.kernels.pairs import SHORT_BYTES
 from pagefold.kernels.row_emitter import BIT, LANES, Piece, RowEmitter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 __all__ = ["BFLOAT16", "FLOAT16", "FLOAT32", "WEIGHT_DTYPES", "LowRankTiles", "low_rank_tiles"]
 
@@ -33,6 +33,8 @@ WEIGHT_DTYPES = ("F32", "BF16", "F16")
 
 _SHORT = ir.IntType(16)
 _HALF_OF_WORD = 16
+_SHRUNK, _EXPANDED = (3, 2), (4, 2)
+"""So many pieces at once: q, k and v of rank 16 are three, gate and up two."""
 
 
 class LowRankTiles(NamedTuple):
@@ -106,22 +108,63 @@ def _of_each_dtype(emit: RowEmitter, dtype: ir.Value, address: ir.Value, body: C
             body(_Weights(emit, address, one))
 
 
+def _in_groups(
+    emit: RowEmitter, num: ir.Value, sizes: tuple[int, ...], body: Callable[[Sequence[Piece]], None]
+) -> None:
+    """Emit ``body`` for a row of ``num`` numbers: for as many pieces at once as ``sizes`` say, then for single ones.
+
+    Each piece is a chain of its own, of which a processor computes several in the time of one.
+    """
+    builder, done = emit.builder, I64(0)
+    for size in sizes:
+        step = I64(size * LANES)
+        count = builder.sdiv(builder.sub(num, done), step)
+        with cgutils.for_range(builder, count, intp=I64) as loop:
+            first = builder.add(done, builder.mul(loop.index, step))
+            body([Piece(builder.add(first, I64(LANES * at)), None) for at in range(size)])
+        done = builder.add(done, builder.mul(count, step))
+    emit.over(builder.sub(num, done), lambda piece: body([Piece(builder.add(done, piece.first), piece.mask)]))
+
+
+class _Product(NamedTuple):
+    """A row times a matrix, as values of the function that is being built.
+
+    Attributes:
+        row: the address of its first number.
+        num_k: how many it has.
+        distance: numbers between rows of the matrix.
+    """
+
+    row: ir.Value
+    num_k: ir.Value
+    distance: ir.Value
+
+    def sums(self, emit: RowEmitter, weights: _Weights, pieces: Sequence[Piece]) -> list[ir.Value]:
+        """Emit the chains of some pieces, side by side; return what they come to."""
+        builder = emit.builder
+        totals = [emit.place(0.0) for _ in pieces]
+        with cgutils.for_range(builder, self.num_k, intp=I64) as loop:
+            number = emit.broadcast(builder.load(emit.at(self.row, loop.index), align=FLOAT_BYTES))
+            offset = builder.mul(loop.index, self.distance)
+            for piece, total in zip(pieces, totals, strict=True):
+                summed = emit.exact_fma(number, weights.read(offset, piece), builder.load(total))
+                builder.store(summed, total)
+        return [builder.load(total) for total in totals]
+
+
 def _add_shrink(module: ir.Module) -> None:
     builder, args = entry(module, "shrink", 7)
     x, address, scales, num_k, num_low, dtype, low = args
     x, scales, low = (builder.inttoptr(one, F32_P) for one in (x, scales, low))
     emit = RowEmitter(builder)
+    product = _Product(x, num_k, num_low)
 
     def shrink(weights: _Weights) -> None:
-        def column(piece: Piece) -> None:
-            total = emit.place(0.0)
-            with cgutils.for_range(builder, num_k, intp=I64) as loop:
-                number = emit.broadcast(builder.load(emit.at(x, loop.index), align=FLOAT_BYTES))
-                row = weights.read(builder.mul(loop.index, num_low), piece)
-                builder.store(emit.exact_fma(number, row, builder.load(total)), total)
-            emit.write(builder.fmul(builder.load(total), emit.read(scales, piece)), low, piece)
+        def columns(pieces: Sequence[Piece]) -> None:
+            for piece, total in zip(pieces, product.sums(emit, weights, pieces), strict=True):
+                emit.write(builder.fmul(total, emit.read(scales, piece)), low, piece)
 
-        emit.over(num_low, column)
+        _in_groups(emit, num_low, _SHRUNK, columns)
 
     _of_each_dtype(emit, dtype, address, shrink)
     builder.ret_void()
@@ -132,17 +175,14 @@ def _add_expand(module: ir.Module) -> None:
     low, address, num_low, distance, dtype, y, num = args
     low, y = (builder.inttoptr(one, F32_P) for one in (low, y))
     emit = RowEmitter(builder)
+    product = _Product(low, num_low, distance)
 
     def expand(weights: _Weights) -> None:
-        def column(piece: Piece) -> None:
-            total = emit.place(0.0)
-            with cgutils.for_range(builder, num_low, intp=I64) as loop:
-                number = emit.broadcast(builder.load(emit.at(low, loop.index), align=FLOAT_BYTES))
-                row = weights.read(builder.mul(loop.index, distance), piece)
-                builder.store(emit.exact_fma(number, row, builder.load(total)), total)
-            emit.write(builder.fadd(emit.read(y, piece), builder.load(total)), y, piece)
+        def columns(pieces: Sequence[Piece]) -> None:
+            for piece, total in zip(pieces, product.sums(emit, weights, pieces), strict=True):
+                emit.write(builder.fadd(emit.read(y, piece), total), y, piece)
 
-        emit.over(num, column)
+        _in_groups(emit, num, _EXPANDED, columns)
 
     _of_each_dtype(emit, dtype, address, expand)
     builder.ret_void()
