@@ -16,10 +16,11 @@ from equivalence.references import References
 from equivalence.tiny_models import VOCAB_SIZE, save_tiny_model
 from safetensors.torch import load_file
 
+from pagefold import LLM, LoRARequest
 from pagefold.config import EngineConfig
 from pagefold.engine.build import build_engine
 from pagefold.engine.planning import plan_engine
-from pagefold.errors import AdapterError, AdapterNotFoundError, ConfigError
+from pagefold.errors import AdapterError, AdapterNotFoundError, ConfigError, InvalidRequestError
 from pagefold.events import RequestPreempted
 from pagefold.kv import Namespace, audit
 from pagefold.kv.names import root_digest
@@ -311,3 +312,25 @@ def test_without_enable_lora_no_request_may_name_any(base):
         engine.add("x", PROMPTS[0], GREEDY, Caller(adapter="a"))
     with pytest.raises(AdapterNotFoundError, match="without enable_lora"):
         engine.load_adapter("a", "/x")
+
+
+def test_the_library_takes_adapters_by_name_and_with_their_folders(base, folders, expected):
+    settings = {"dtype": "float64", "attention_backend": "reference", "threads": 1, "kv_cache_memory_bytes": 2**22}
+    llm = LLM(str(base), enable_lora=True, max_loras=2, max_model_len=128, disable_log_stats=False, **settings)
+    llm.load_adapter("a", folders["a"])
+    asked = ["a", None, LoRARequest("b", 1, str(folders["b"]))]
+    for _ in range(2):  # its folder says nothing once it is loaded
+        results = llm.generate(
+            [{"prompt_token_ids": PROMPTS[at]} for at in range(3)], GREEDY, lora_request=asked, use_tqdm=False
+        )
+        told = [result.outputs[0].token_ids for result in results]
+        assert [list(tokens) for tokens in told] == [expected["a", 0], expected["", 1], expected["b", 2]]
+    assert {family.name for family in llm.get_metrics()} >= {"vllm:lora_requests_info", "pagefold:lora_bytes"}
+    for wrong in ("c", LoRARequest("c")):
+        with pytest.raises(AdapterNotFoundError, match="'c' cannot be found"):
+            llm.generate({"prompt_token_ids": [5]}, GREEDY, lora_request=wrong, use_tqdm=False)
+    with pytest.raises(InvalidRequestError, match="2 lora_requests for 1 prompts"):
+        llm.generate({"prompt_token_ids": [5]}, GREEDY, lora_request=["a", "b"], use_tqdm=False)
+    llm.unload_adapter("a")
+    with pytest.raises(AdapterNotFoundError):
+        llm.unload_adapter("a")
