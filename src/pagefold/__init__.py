@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from pagefold.adapters.lora_request import LoRARequest
     from pagefold.beams.offline import BeamSearchParams
     from pagefold.kv import KVCore
     from pagefold.llm import LLM
@@ -17,6 +18,7 @@ __all__ = [
     "LLM",
     "BeamSearchParams",
     "KVCore",
+    "LoRARequest",
     "SamplingParams",
     "SimConfig",
     "StructuredOutputsParams",
@@ -28,6 +30,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "LLM": "pagefold.llm",
+    "LoRARequest": "pagefold.adapters.lora_request",
     "BeamSearchParams": "pagefold.beams.offline",
     "SamplingParams": "pagefold.sampling",
     "StructuredOutputsParams": "pagefold.structured.params",

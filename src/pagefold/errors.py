@@ -7,6 +7,8 @@ status and OpenAI's error format (``server/errors.py``), the command line to one
 from __future__ import annotations
 
 __all__ = [
+    "AdapterError",
+    "AdapterNotFoundError",
     "BudgetTooSmallError",
     "CardMemoryError",
     "ConfigError",
@@ -74,6 +76,14 @@ class PrefixMismatchError(ConfigError):
 
 class QualityError(ConfigError):
     """A codec that was measured on this model, and changes what the model says more than the floor allows."""
+
+
+class AdapterError(ConfigError):
+    """A LoRA adapter that cannot be served with this model, or not now: says what of it, and nothing is loaded."""
+
+
+class AdapterNotFoundError(AdapterError):
+    """There is no LoRA adapter of this name, or none in this folder."""
 
 
 class TraceError(ConfigError):

@@ -8,6 +8,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
+from pagefold.adapters import LoRARequest
 from pagefold.beams.offline import BeamSearchOutput
 from pagefold.config import EngineConfig
 from pagefold.engine.build import build_engine
@@ -21,6 +22,7 @@ from pagefold.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
+    from pathlib import Path
     from typing import TypeAlias
 
     from prometheus_client.metrics_core import Metric
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from pagefold.structured.grammar import Grammar
 
     Prompt: TypeAlias = str | Mapping[str, Any]
+    Adapters: TypeAlias = str | LoRARequest | Sequence[str | LoRARequest | None] | None
 
 __all__ = ["LLM"]
 
@@ -77,6 +80,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         kv_keep: float | None = None,
+        lora_request: Adapters = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Complete ``prompts`` together; results are in their order. Threads take turns.
@@ -87,22 +91,27 @@ class LLM:
             prompts: a text, ``{"prompt": text}`` or ``{"prompt_token_ids": [...]}``, or several of them.
             sampling_params: for all, or one for each prompt.
             kv_keep: which share of older tokens is kept, of those that the engine offers; None for the first of them.
+            lora_request: the adapter of all prompts, by name or as a :class:`~pagefold.adapters.LoRARequest`, which
+                may bring its folder: it is loaded then, if it is not yet. Or one for each prompt, None for none.
             use_tqdm: whether to show a progress bar on stderr.
 
         Raises:
             InvalidRequestError: a prompt can never be served; nothing has been started then.
+            AdapterError: an adapter is not there, or does not go with the model; likewise.
         """
         many: list[Prompt] = [prompts] if not isinstance(prompts, (list, tuple)) else list(prompts)  # type: ignore[list-item]
-        params, caller = self._params(sampling_params, len(many)), Caller(kv_keep=kv_keep)
+        params = self._params(sampling_params, len(many))
         with self._busy:
+            names = self._adapters(lora_request, len(many))
+            callers = [Caller(kv_keep=kv_keep, adapter=name) for name in names]
             grammars = [self._grammar(how) for how in params]
             results = [self._result(prompt, how) for prompt, how in zip(many, params, strict=True)]
-            for result, how in zip(results, params, strict=True):
+            for result, how, caller in zip(results, params, callers, strict=True):
                 self.engine.check(result.prompt_token_ids, how, caller)
             by_id = {result.request_id: result for result in results}
             with _interrupts_held_back() as raise_if_interrupted:
                 try:
-                    for result, how, grammar in zip(results, params, grammars, strict=True):
+                    for result, how, caller, grammar in zip(results, params, callers, grammars, strict=True):
                         self.engine.add(result.request_id, result.prompt_token_ids, how, caller, grammar)
                     self._run(by_id, raise_if_interrupted, use_tqdm=use_tqdm)
                 except BaseException:
@@ -120,6 +129,7 @@ class LLM:
         params: BeamSearchParams,
         *,
         kv_keep: float | None = None,
+        lora_request: Adapters = None,
         use_tqdm: bool = True,
     ) -> list[BeamSearchOutput]:
         """Search for the likeliest outputs of each prompt; results are in the prompts' order, the best output first.
@@ -130,13 +140,38 @@ class LLM:
             prompts: see :meth:`generate`.
             params: for all of them.
             kv_keep: see :meth:`generate`; beams keep all, so it is 1 where that is not the engine's first.
+            lora_request: see :meth:`generate`.
             use_tqdm: whether to show a progress bar on stderr.
 
         Raises:
             InvalidRequestError: a value is out of range, or a prompt can never be served; nothing is started then.
         """
-        results = self.generate(prompts, params.sampling(), kv_keep=kv_keep, use_tqdm=use_tqdm)
+        results = self.generate(
+            prompts, params.sampling(), kv_keep=kv_keep, lora_request=lora_request, use_tqdm=use_tqdm
+        )
         return [BeamSearchOutput.of(result) for result in results]
+
+    def load_adapter(self, name: str, path: str | Path) -> None:
+        """Load a LoRA adapter; from then on requests may name it.
+
+        Args:
+            name: what they call it.
+            path: its folder, as ``peft`` has written it.
+
+        Raises:
+            AdapterError: it does not go with the model, is damaged, or there is no room for it.
+        """
+        with self._busy:
+            self.engine.load_adapter(name, str(path))
+
+    def unload_adapter(self, name: str) -> None:
+        """Unload a LoRA adapter: nothing is left of it.
+
+        Raises:
+            AdapterNotFoundError: there is none of that name.
+        """
+        with self._busy:
+            self.engine.begin_unload(name)
 
     def close(self, timeout_s: float = 30.0) -> None:
         """Write what is cached to the disk or the remote pool, if there are any, and let go of them.
@@ -158,9 +193,26 @@ class LLM:
             raise ConfigError(msg, remedy="Make it with disable_log_stats=False.")
         return self._metrics.read()
 
+    def _adapters(self, asked: Adapters, num_prompts: int) -> list[str]:
+        """Return the adapter of each prompt, by name, empty for none; load those that bring a folder."""
+        each = [asked] * num_prompts if asked is None or isinstance(asked, (str, LoRARequest)) else list(asked)
+        if len(each) != num_prompts:
+            msg = f"{len(each)} lora_requests for {num_prompts} prompts."
+            raise InvalidRequestError(msg, param="lora_request", remedy="Give one, or one for each prompt.")
+        for one in dict.fromkeys(each):
+            if isinstance(one, LoRARequest) and one.lora_path and not self._is_loaded(one):
+                self.engine.load_adapter(one.lora_name, one.lora_path)
+        return ["" if one is None else one if isinstance(one, str) else one.lora_name for one in each]
+
+    def _is_loaded(self, one: LoRARequest) -> bool:
+        return any(loaded.name == one.lora_name for loaded in self.engine.adapters.loaded)
+
     def _status(self) -> EngineStatus:
         engine = self.engine
-        return EngineStatus.of(engine.scheduler, caches=engine.cache_sizes(), kinds=engine.limits.kinds)
+        adapters = engine.adapters.status(engine.scheduler)
+        return EngineStatus.of(
+            engine.scheduler, caches=engine.cache_sizes(), kinds=engine.limits.kinds, adapters=adapters
+        )
 
     def _run(
         self, by_id: dict[str, RequestOutput], raise_if_interrupted: Callable[[], None], *, use_tqdm: bool

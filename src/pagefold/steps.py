@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from pagefold.sampling import SamplingParams
 
 __all__ = [
+    "AdaptedRow",
     "BlockMover",
     "DamagedBlocksError",
     "DraftedRow",
@@ -77,6 +78,18 @@ class DraftedRow(NamedTuple):
     num_drafts: int
 
 
+class AdaptedRow(NamedTuple):
+    """A row whose tokens are computed with an adapter.
+
+    Attributes:
+        row: the plan's row.
+        slot: where the runner has the adapter's weights, from 1 on.
+    """
+
+    row: int
+    slot: int
+
+
 @dataclass(slots=True)
 class StepPlan:
     """One step of all sequences that take part, as columns. Row ``i`` is one sequence.
@@ -115,6 +128,7 @@ class StepPlan:
         logprob_tops: how many of the most likely tokens each of ``logprob_rows`` tells beside it.
         prompt_parts: prompt tokens whose logprobs are asked for.
         drafted: the rows that have drafts; ascending.
+        adapted: the rows that have adapters; ascending.
         late: which of ``token_ids`` mean nothing, since the step before samples those tokens; ascending. Only of a step
             that is planned while that one is in flight.
         late_from: which of that step's ``sampling_rows`` samples each of them.
@@ -146,6 +160,7 @@ class StepPlan:
     logprob_tops: list[int] = field(default_factory=list)
     prompt_parts: list[PromptPart] = field(default_factory=list)
     drafted: list[DraftedRow] = field(default_factory=list)
+    adapted: list[AdaptedRow] = field(default_factory=list)
     late: list[int] = field(default_factory=list)
     late_from: list[int] = field(default_factory=list)
 

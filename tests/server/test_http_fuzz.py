@@ -45,6 +45,8 @@ POSTS = [
     "/detokenize",
     "/v1/explain",
     "/v1/cache/warm",
+    "/v1/load_lora_adapter",
+    "/v1/unload_lora_adapter",
 ]
 GETS = [
     *("/v1/models", "/v1/models/{model_id}", "/version", "/health", "/ping", "/ready", "/load", "/metrics"),
@@ -56,6 +58,7 @@ WHATIF = "/v1/cache/whatif"
 STORED = "/v1/responses/{response_id}"
 SESSION = "/v1/sessions/{session_id}"
 ADMINS = ["/reset_prefix_cache", "/server_info", "/v1/dashboard", "/v1/cache/pins", "/v1/cache/pins/{pin_id}"]
+ADMINS += ["/v1/load_lora_adapter", "/v1/unload_lora_adapter"]
 ADMINS += ["/v1/cache/quotas", "/v1/cache/layout", "/v1/cache/import"]
 
 

@@ -168,6 +168,13 @@ def serve(  # noqa: PLR0913 - flags, by name
         if record_trace is not None and engine_config.masks:
             msg = "What was kept of older tokens is not part of a recording yet."
             raise ConfigError(msg, remedy="Leave out --record-trace, or --kv-keep.")
+        if record_trace is not None and engine_config.enable_lora:
+            msg = "Adapters that come and go are not part of a recording yet."
+            raise ConfigError(msg, remedy="Leave out --record-trace, or --enable-lora.")
+        name = server_config.served_model_name or engine_config.model
+        if any(module.name == name for module in engine_config.adapters):
+            msg = f"lora_modules has {name!r}, which is the name of the model."
+            raise ConfigError(msg, remedy="Name the adapter otherwise, or give --served-model-name.")
         if events_config.is_on and engine_config.masks:
             msg = "What was kept of older tokens is not part of KV events yet."
             raise ConfigError(msg, remedy="Leave out --kv-events-config, or --kv-keep.")

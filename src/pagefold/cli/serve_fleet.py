@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import typer
 from typer.core import TyperCommand
 
+from pagefold.cli.spread import spread
 from pagefold.config import available_cpus
 from pagefold.errors import ConfigError, PagefoldError
 
@@ -34,7 +35,10 @@ class FleetNotStartedError(PagefoldError):
 
 
 class KeepsArguments(TyperCommand):
-    """A command that remembers how it was called, so that others can be called alike."""
+    """A command that remembers how it was called, so that others can be called alike.
+
+    Of ``--lora-modules`` several values may follow, as with vLLM.
+    """
 
     def make_context(
         self,
@@ -45,7 +49,7 @@ class KeepsArguments(TyperCommand):
     ) -> Any:  # noqa: ANN401
         """Parse the arguments, and keep them."""
         given = tuple(args)
-        context = super().make_context(info_name, args, parent, **extra)
+        context = super().make_context(info_name, spread(args, ("--lora-modules",)), parent, **extra)
         context.meta[_GIVEN] = given
         return context
 
@@ -157,6 +161,9 @@ def _settings(wish: FleetWish, engine: EngineConfig, server: ServerConfig) -> An
     if server.accounts and not (server.metrics_key or server.admin_api_key):
         msg = "Nobody could see what the servers do together: with --api-key-file that takes a key of its own."
         raise ConfigError(msg, remedy="Give --metrics-key or --admin-api-key.")
+    if engine.enable_lora:
+        msg = "enable_lora is set, and routes of adapters are of one server."
+        raise ConfigError(msg, remedy="Leave it out, or leave out --replicas.")
     if not server.port:
         msg = "port is 0, and clients must know where the front is."
         raise ConfigError(msg, remedy="Give --port.")

@@ -22,6 +22,7 @@ from pagefold.config.environment import (
 )
 from pagefold.config.flag import Flag
 from pagefold.config.kv_events import KVEventsConfig
+from pagefold.config.lora_module import LoRAModule, check_adapter_name
 from pagefold.config.machine import available_cpus, available_memory_bytes
 from pagefold.config.server_config import MAX_PRIORITY, REASONING_PARSERS, Account, ServerConfig, is_key
 from pagefold.config.tenant_quota import TenantQuota, quotas_of
@@ -37,6 +38,7 @@ __all__ = [
     "EngineConfig",
     "Flag",
     "KVEventsConfig",
+    "LoRAModule",
     "ModelImpl",
     "QuantizationName",
     "ServerConfig",
@@ -45,6 +47,7 @@ __all__ = [
     "available_cpus",
     "available_memory_bytes",
     "cache_dir",
+    "check_adapter_name",
     "environment_admin_key",
     "environment_hash_seed",
     "environment_int_hashes",

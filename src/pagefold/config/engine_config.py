@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Annotated, Literal, TypeAlias, get_args
 
 from pagefold.config.flag import Flag, bad_value, check_types, one_of
+from pagefold.config.lora_module import LoRAModule, check_loras, lora_modules_of
 from pagefold.config.tenant_quota import TenantQuota, check_quotas
 from pagefold.errors import ConfigError, InvalidRequestError
 from pagefold.kv import KV_CACHE_DTYPES
@@ -108,6 +109,11 @@ class EngineConfig:
             numbers; ``int8``, a scale an output channel; ``w8a8_int8``, where what is multiplied with them is int8 too,
             with a scale for each 64 numbers; ``none``, as numbers of ``dtype``, whatever the checkpoint has; None as
             the checkpoint has them.
+        enable_lora: whether requests may name LoRA adapters; on CPUs.
+        lora_modules: those that are there from the start, each as ``name=folder``, or as a JSON object with ``name``
+            and ``path``.
+        max_loras: adapters that may be loaded at once; all of them may be in one batch.
+        max_lora_rank: the largest rank that one may have.
         enforce_eager: whether a card gets each kernel from the host, rather than decoding steps as CUDA graphs.
         threads: how many compute together; None for all cores that this process may use.
         batch_invariant: refuse whatever would let a request's tokens depend on its batch. The fused decoder never does.
@@ -239,6 +245,16 @@ class EngineConfig:
             "a quantized checkpoint, which is computed with as it is otherwise."
         ),
     ] = None
+    enable_lora: Annotated[bool, Flag("Let requests name LoRA adapters as their model.")] = False
+    lora_modules: Annotated[
+        tuple[str, ...],
+        Flag(
+            'Adapters from the start: NAME=FOLDER, several times, or \'{"name": "NAME", "path": "FOLDER"}\'.',
+            metavar="NAME=FOLDER",
+        ),
+    ] = ()
+    max_loras: Annotated[int, Flag("LoRA adapters that may be loaded at once.")] = 8
+    max_lora_rank: Annotated[int, Flag("The largest rank that a LoRA adapter may have.")] = 16
     enforce_eager: Annotated[bool, Flag("On a card, no CUDA graphs.")] = False
     threads: Annotated[int | None, Flag("Threads that compute; all cores if not given.")] = None
     batch_invariant: Annotated[bool, Flag("Refuse what would let a request's tokens depend on its batch.")] = False
@@ -375,6 +391,7 @@ class EngineConfig:
         self._check_pins()
         self._check_sinks()
         self._check_keep()
+        check_loras(self.lora_modules, self.max_loras, self.max_lora_rank, is_on=self.enable_lora)
 
     @property
     def max_draft_tokens(self) -> int:
@@ -468,11 +485,17 @@ class EngineConfig:
             "kv_cache_dtype_skip_layers": bool(self.kv_cache_dtype_skip_layers),
             "quantization": self.quantization not in {None, "none"},
             "speculative_config": self.speculative_config is not None,
+            "enable_lora": self.enable_lora,
         }
         beside = next((name for name, is_set in others.items() if is_set), None)
         if beside is not None:
             msg = f"kv_keep and {beside} are set, which do not go together yet."
             raise ConfigError(msg, remedy="Leave one of them out.")
+
+    @property
+    def adapters(self) -> tuple[LoRAModule, ...]:
+        """The adapters that are there from the start."""
+        return lora_modules_of(self.lora_modules)
 
     def _check_targets(self) -> None:
         for name in ("target_ttft_ms", "target_itl_ms"):

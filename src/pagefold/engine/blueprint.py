@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     import torch
 
     from pagefold.config import EngineConfig
+    from pagefold.engine.adapters import AdapterPlan
     from pagefold.engine.masking import EngineMask
     from pagefold.kv import KVGeometry
     from pagefold.memory.capacity import Capacity
@@ -41,6 +42,7 @@ class Blueprint:
         constants: what codecs know of the model (see ``calibration.py``); None for nothing, or not known yet.
         device: ``cpu`` or ``cuda``.
         draft: the model that drafts for it; None for none.
+        adapters: what is known of LoRA adapters; None where requests may name none.
         mask: by what older tokens are kept; None where all are.
         card: the one that it runs on; None on a CPU. Its ``capacity`` follows from bounds until the rest is measured.
     """
@@ -56,6 +58,7 @@ class Blueprint:
     constants: CodecConstants | None = None
     draft: Blueprint | None = None
     mask: EngineMask | None = None
+    adapters: AdapterPlan | None = None
 
     @property
     def is_fused(self) -> bool:

@@ -9,6 +9,7 @@ from functools import cache, partial
 from typing import TYPE_CHECKING
 
 from pagefold.config import available_cpus, cache_dir
+from pagefold.engine.adapters import NO_ADAPTERS, EngineAdapters
 from pagefold.engine.draft_model import model_drafter
 from pagefold.engine.drafting import NO_DRAFTING, Drafting
 from pagefold.engine.engine import Engine
@@ -65,6 +66,7 @@ if TYPE_CHECKING:
     from pagefold.engine.intake import Intake
     from pagefold.kv import KVGeometry, Namespace
     from pagefold.memory.capacity import Capacity
+    from pagefold.runner.adapter_slots import AdapterSlots
     from pagefold.runner.codecs.constants import CodecConstants
     from pagefold.runner.models import ModelSpec
     from pagefold.runner.torch_runner import TorchRunner
@@ -162,7 +164,7 @@ def _assemble(
     torch.set_num_threads(config.threads or available_cpus())
     tokenizer = Tokenizer(spec.folder) if (spec.folder / "tokenizer_config.json").is_file() else None
     hardware = hardware_of(blueprint)
-    runner, capacity, arena, measure_link = hardware.ready(blueprint, say)
+    runner, capacity, arena, measure_link, slots = hardware.ready(blueprint, say)
     runner.warm_up()
     num_held = blueprint.capacity.num_host_blocks
     notes = chunk_notes(geometry) if stores else None
@@ -225,6 +227,7 @@ def _assemble(
         move = partial(arena.carry_out, blocks=runner.slab.as_bytes())
         tiering = Tiering(scheduler, slow, TransferThreads(arena, stores), arena, move, emit=emit)
         intake = _intake(blueprint, stores)
+    adapters = _adapters(blueprint, slots)
     drafting = NO_DRAFTING
     if config.max_draft_tokens:
         by_model = None
@@ -246,11 +249,23 @@ def _assemble(
         tiering=tiering,
         intake=intake,
         drafting=drafting,
+        adapters=adapters,
         compiler=None if tokenizer is None else _compiler(tokenizer, spec),
         seed=config.seed,
         request_timeout_s=config.request_timeout_s,
         emit=emit,
     )
+
+
+def _adapters(blueprint: Blueprint, slots: AdapterSlots | None) -> EngineAdapters:
+    """Return the adapters of an engine, with those that are there from the start."""
+    if blueprint.adapters is None or slots is None:
+        return NO_ADAPTERS
+    config = blueprint.config
+    adapters = EngineAdapters(blueprint.adapters, slots, config.max_loras, config.max_lora_rank)
+    for module, _ in blueprint.adapters.folders:
+        adapters.install(adapters.read(module.name, module.path))
+    return adapters
 
 
 def _intake(blueprint: Blueprint, stores: list[BlockStore]) -> Intake:

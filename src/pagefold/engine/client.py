@@ -9,6 +9,7 @@ from pagefold.request import ANYBODY
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pagefold.adapters import LoadedAdapter
     from pagefold.engine.foresight import Foreseen
     from pagefold.engine.intake import Intake
     from pagefold.engine.pins import PinReport
@@ -32,6 +33,34 @@ class EngineClient(Protocol):
     @property
     def tokenizer(self) -> Tokenizer | None:
         """The model's tokenizer."""
+
+    @property
+    def adapters(self) -> tuple[LoadedAdapter, ...]:
+        """The adapters that requests may name, in the order in which they came."""
+
+    async def load_adapter(self, name: str, path: str, *, in_place: bool = False) -> LoadedAdapter:
+        """Read an adapter, and let requests name it.
+
+        Args:
+            name: what they call it.
+            path: its folder.
+            in_place: whether it may take the name of another, which is unloaded then.
+
+        Raises:
+            AdapterNotFoundError: there is none in that folder.
+            AdapterError: it does not go with the model, is damaged, or there is no room for it; nothing has changed.
+            EngineStoppedError: the engine takes no more commands.
+        """
+
+    async def unload_adapter(self, name: str) -> LoadedAdapter:
+        """Take an adapter's name away at once, and return when the last request that has it has ended.
+
+        Nothing is left of it then. It goes on so though nobody waits.
+
+        Raises:
+            AdapterNotFoundError: there is none of that name.
+            EngineStoppedError: the engine takes no more commands.
+        """
 
     @property
     def max_model_len(self) -> int:

@@ -16,6 +16,7 @@ import time
 from typing import TYPE_CHECKING
 
 from pagefold.beams import BeamGroup, BeamSearch
+from pagefold.engine.adapters import NO_ADAPTERS
 from pagefold.engine.drafting import NO_DRAFTING
 from pagefold.engine.foresight import foresee
 from pagefold.engine.intake import NO_INTAKE
@@ -38,6 +39,8 @@ from pagefold.structured.params import FIELD
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from pagefold.adapters import LoadedAdapter
+    from pagefold.engine.adapters import EngineAdapters
     from pagefold.engine.drafting import Drafting
     from pagefold.engine.foresight import Foreseen
     from pagefold.engine.intake import Intake
@@ -76,6 +79,7 @@ class Engine:
         tiering: of slow tiers.
         intake: takes blocks into them that somebody else computed.
         drafting: gives requests drafts.
+        adapters: those that requests may have.
         compiler: of grammars; None for free output only.
         seed: of requests that bring none; the n-th such request draws the same in every run.
         request_timeout_s: seconds after which a request that has not finished is ended; None for never.
@@ -95,6 +99,7 @@ class Engine:
         tiering: Tiering = NO_TIERING,
         intake: Intake = NO_INTAKE,
         drafting: Drafting = NO_DRAFTING,
+        adapters: EngineAdapters = NO_ADAPTERS,
         compiler: GrammarCompiler | None = None,
         seed: int = 0,
         request_timeout_s: float | None = None,
@@ -110,6 +115,7 @@ class Engine:
         self.tiering = tiering
         self.intake = intake
         self.drafting = drafting
+        self.adapters = adapters
         self._compiler = compiler
         self._seed = seed
         self._request_timeout_s = request_timeout_s
@@ -154,7 +160,9 @@ class Engine:
 
         Raises:
             InvalidRequestError: with the field at fault.
+            AdapterNotFoundError: it names an adapter that is not loaded.
         """
+        self.adapters.find(caller.adapter)
         self._checks.check(prompt_token_ids, sampling, caller)
         self.drafting.wanted(caller.speculation)
 
@@ -199,7 +207,8 @@ class Engine:
         sample_ids = [request_id, *(f"{request_id}/{index}" for index in range(1, sampling.num_samples))]
         self._check_names(sample_ids)
         kind = self.limits.kind_of(caller)
-        namespace = kind.namespace_of(caller).key()
+        adapter = self.adapters.find(caller.adapter)
+        namespace = kind.namespace_of(caller, adapter.fingerprint).key()
         max_total = self.tenants.most_tokens(caller.tenant)
         if sampling.max_tokens is not None:
             max_total = min(max_total, len(prompt_token_ids) + sampling.max_tokens)
@@ -240,6 +249,7 @@ class Engine:
                 speculation=speculation,
                 predicted=caller.predicted[: max_total - len(prompt_token_ids)],  # more of it cannot come
                 mask=kind.mask,
+                adapter=adapter.slot,
             )
             for index, (sample_id, matcher) in enumerate(zip(sample_ids, to_match, strict=True))
         ]
@@ -250,6 +260,7 @@ class Engine:
         first, *first.forks = samples
         if together is not None:
             together.judge(lambda: load_shed(self.scheduler.judge(first)))
+        self.adapters.note(adapter, namespace, self.scheduler)
         self._outputs.begin(samples, prompt_token_ids)
         self.scheduler.add(first)
         self.tiering.begin(first, now)
@@ -260,9 +271,10 @@ class Engine:
 
         Raises:
             InvalidRequestError: the engine does not offer the kind of blocks that the caller asks for.
+            AdapterNotFoundError: it names an adapter that is not loaded.
         """
         kind = self.limits.kind_of(caller)
-        namespace = kind.namespace_of(caller).key()
+        namespace = kind.namespace_of(caller, self.adapters.find(caller.adapter).fingerprint).key()
         return foresee(self.scheduler.core, namespace, prompt_token_ids, kind.mask, self._clock())
 
     def abort(self, request_id: str) -> bool:
@@ -293,6 +305,24 @@ class Engine:
         self.tiering.begin_reset()
         return num_freed, self.tiering.finish_reset
 
+    def load_adapter(self, name: str, path: str, *, in_place: bool = False) -> LoadedAdapter:
+        """Read an adapter, and let requests name it from now on.
+
+        Raises:
+            AdapterError: see :meth:`EngineAdapters.read`.
+        """
+        return self.adapters.install(self.adapters.read(name, path, in_place=in_place))
+
+    def begin_unload(self, name: str) -> LoadedAdapter:
+        """Take an adapter's name away. Requests that have it go on; behind the last of them nothing is left of it.
+
+        Raises:
+            AdapterNotFoundError: nobody has that name.
+        """
+        found = self.adapters.begin_unload(name)
+        self.adapters.settle(self.scheduler, self.tiering)
+        return found
+
     def pins(self) -> PinReport:
         """Return what is pinned now."""
         return report_pins(self.scheduler.core, self._clock())
@@ -315,6 +345,8 @@ class Engine:
         Nobody need call :meth:`step` before that, unless ``tiering`` wakes it.
         """
         now = self._clock()
+        if self.adapters.is_leaving:
+            self.adapters.settle(self.scheduler, self.tiering)
         pins = self.scheduler.core.pins
         pins.expire(now)
         self.drafting.forget_ended()
@@ -341,6 +373,8 @@ class Engine:
         made it fail ends with ``error``.
         """
         now = self._clock()
+        if self.adapters.is_leaving:
+            self.adapters.settle(self.scheduler, self.tiering)
         self.tiering.poll(now)
         if self.drafting.is_on:
             self.drafting.prepare()

@@ -20,12 +20,13 @@ from pagefold.engine.status import EngineStatus
 from pagefold.engine.together import Together
 from pagefold.engine.token_rates import NO_RATES
 from pagefold.engine.token_stream import Taken, TokenStream
-from pagefold.errors import EngineStoppedError, QueueFullError, RateLimitError
+from pagefold.errors import AdapterError, EngineStoppedError, QueueFullError, RateLimitError
 from pagefold.request import ANYBODY
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from pagefold.adapters import LoadedAdapter
     from pagefold.engine.engine import Engine
     from pagefold.engine.foresight import Foreseen
     from pagefold.engine.intake import Intake
@@ -47,6 +48,8 @@ _log = logging.getLogger(__name__)
 _Answer = TypeVar("_Answer")
 
 _NUM_COMPILERS = 2
+_LOOK_S = 0.02
+"""How often it is looked whether the last request of an adapter that is unloaded has ended."""
 
 
 class EngineThread:
@@ -84,6 +87,26 @@ class EngineThread:
         return self._engine.tokenizer
 
     @property
+    def adapters(self) -> tuple[LoadedAdapter, ...]:
+        """See :class:`~pagefold.engine.client.EngineClient`."""
+        return self._engine.adapters.loaded
+
+    async def load_adapter(self, name: str, path: str, *, in_place: bool = False) -> LoadedAdapter:
+        """See :class:`~pagefold.engine.client.EngineClient`."""
+        self.ensure_ready()
+        adapters = self._engine.adapters
+        read = await asyncio.to_thread(adapters.read, name, path, in_place=in_place)
+        return await self._ask_kindly(lambda: adapters.install(read))
+
+    async def unload_adapter(self, name: str) -> LoadedAdapter:
+        """See :class:`~pagefold.engine.client.EngineClient`."""
+        unloaded = await self._ask_kindly(lambda: self._engine.begin_unload(name))
+        while self._engine.adapters.is_here(unloaded) and self._thread.is_alive():  # noqa: ASYNC110 - of another thread
+            await asyncio.sleep(_LOOK_S)
+        self._ensure_alive()
+        return unloaded
+
+    @property
     def max_model_len(self) -> int:
         """See :class:`~pagefold.engine.client.EngineClient`."""
         return self._engine.capacity.max_model_len
@@ -113,6 +136,7 @@ class EngineThread:
             caches=engine.cache_sizes(),
             tier_uses=engine.tier_uses(),
             kinds=engine.limits.kinds,
+            adapters=engine.adapters.status(engine.scheduler),
         )
 
     @property
@@ -281,6 +305,20 @@ class EngineThread:
             self.ensure_ready()
             self._commands.put(answer)
         return await done
+
+    async def _ask_kindly(self, command: Callable[[], _Answer]) -> _Answer:
+        """Do the same, of a command that may refuse: whoever asks is told, and the engine goes on."""
+
+        def answer() -> _Answer | AdapterError:
+            try:
+                return command()
+            except AdapterError as error:
+                return error
+
+        told = await self._ask(answer)
+        if isinstance(told, AdapterError):
+            raise told
+        return told
 
     # On the engine's thread.
 

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from pagefold.engine.blueprint import Blueprint
     from pagefold.kv import Arbiter
     from pagefold.memory.capacity import Capacity
+    from pagefold.runner.adapter_slots import AdapterSlots
     from pagefold.runner.slab import AnySlab
     from pagefold.runner.torch_runner import Decoder, OnQueries, TorchRunner
     from pagefold.store import HostArena
@@ -25,12 +26,14 @@ class Ready(NamedTuple):
         capacity: what fits, as it was found in the end.
         arena: the blocks in the host's memory; None without a host tier.
         measure_link: lets an arbiter know the link between arena and runner; None where restoring always pays.
+        adapters: where weights of adapters go; None where it takes none.
     """
 
     runner: TorchRunner
     capacity: Capacity
     arena: HostArena | None
     measure_link: Callable[[Arbiter, Callable[[str], None]], None] | None = None
+    adapters: AdapterSlots | None = None
 
 
 class Hardware(Protocol):

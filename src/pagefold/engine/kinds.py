@@ -36,9 +36,16 @@ class Kind:
     namespace: Namespace
     codec: str = ""
 
-    def namespace_of(self, caller: Caller) -> Namespace:
-        """Return the namespace of the blocks of a caller's request."""
-        return dataclasses.replace(self.namespace, tenant=caller.tenant, cache_salt=caller.cache_salt)
+    def namespace_of(self, caller: Caller, fingerprint: str = "") -> Namespace:
+        """Return the namespace of the blocks of a caller's request.
+
+        Args:
+            caller: who asks.
+            fingerprint: of the adapter that it is computed with; empty for none.
+        """
+        return dataclasses.replace(
+            self.namespace, adapter=fingerprint, tenant=caller.tenant, cache_salt=caller.cache_salt
+        )
 
     @property
     def name(self) -> str:

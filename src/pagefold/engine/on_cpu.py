@@ -10,15 +10,17 @@ from pagefold.engine.blocks import allocate_blocks, host_bytes_for
 from pagefold.engine.draft_model import line_of_draft
 from pagefold.engine.hardware import Ready
 from pagefold.masks.rule import CHUNK
-from pagefold.memory.capacity import NO_SHARE, Capacity, DraftShare, check_room, plan_capacity
+from pagefold.memory.capacity import NO_SHARE, Capacity, DraftShare, check_room, human_bytes, plan_capacity
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pagefold.engine.blueprint import Blueprint
     from pagefold.kv import KVGeometry
+    from pagefold.runner.fused.decoder import FusedDecoder
     from pagefold.runner.slab import AnySlab
-    from pagefold.runner.torch_runner import Decoder, OnQueries
+    from pagefold.runner.torch_runner import OnQueries
+    from pagefold.runner.transformers_decoder import TransformersDecoder
 
 __all__ = ["OnCpu"]
 
@@ -44,7 +46,7 @@ class OnCpu:
             share = DraftShare(blueprint.draft.geometry.layout, config.speculative_config.kv_cache_memory_bytes)
         capacity = plan_capacity(
             layout=geometry.layout,
-            weight_bytes=_weight_bytes(blueprint),
+            weight_bytes=_weight_bytes(blueprint) + _adapter_bytes(blueprint),
             limit=blueprint.limit,
             max_model_len=config.max_model_len,
             kv_cache_memory_bytes=config.kv_cache_memory_bytes,
@@ -75,6 +77,10 @@ class OnCpu:
             lines.append(f"keeps      {what}{also}")
         if blueprint.draft is not None:
             lines.append(line_of_draft(blueprint.draft, _weight_bytes(blueprint.draft)))
+        if blueprint.adapters is not None:
+            num_loaded, num_bytes = len(blueprint.adapters.folders), _adapter_bytes(blueprint)
+            most = f"up to {blueprint.config.max_loras}, of rank {blueprint.config.max_lora_rank} at most"
+            lines.append(f"adapters   {most}; {num_loaded} from the start, {human_bytes(num_bytes)}")
         if blueprint.is_fused:
             products, others, stored = blueprint.formats
             lines.append(f"computes   {products.name}, by {products.means}")
@@ -92,7 +98,9 @@ class OnCpu:
                 lines.append(f"layers     packed in {products.name}, by {products.means}")
         return lines
 
-    def decoder(self, blueprint: Blueprint, slab: AnySlab, on_queries: OnQueries | None = None) -> Decoder:
+    def decoder(
+        self, blueprint: Blueprint, slab: AnySlab, on_queries: OnQueries | None = None
+    ) -> FusedDecoder | TransformersDecoder:
         """Load the weights. transformers is imported for its own decoder only."""
         config, spec, max_model_len = blueprint.config, blueprint.spec, blueprint.capacity.max_model_len
         if blueprint.is_fused:
@@ -104,6 +112,11 @@ class OnCpu:
             keeping = None if mask is None else mask.keeping
             packed = pack_model(spec.fused, spec.folder, max_model_len, blueprint.formats, keeping)
             num_threads = config.threads or available_cpus()
+            adapters = None
+            if blueprint.adapters is not None and on_queries is None:
+                from pagefold.runner.fused.adapters import FusedAdapters  # noqa: PLC0415 - compiles
+
+                adapters = FusedAdapters(spec.num_layers, config.max_loras, config.max_lora_rank)
             return FusedDecoder(
                 spec.fused,
                 packed,
@@ -112,6 +125,7 @@ class OnCpu:
                 keeps_sinks=any(keep.num_sinks for keep in blueprint.geometry.keeps),
                 chunk_size=0 if mask is None else CHUNK,
                 on_queries=on_queries,
+                adapters=adapters,
             )
         from pagefold.runner.attention import choose_backend  # noqa: PLC0415
         from pagefold.runner.loader import load_model  # noqa: PLC0415
@@ -135,7 +149,12 @@ class OnCpu:
             pack_layers(model, blueprint.dtype, blueprint.formats.of, config.threads or available_cpus())
         else:
             model = load_model(spec.folder, blueprint.dtype)
-        return TransformersDecoder(model, slab, attention, max_model_len=max_model_len)
+        hooked = None
+        if blueprint.adapters is not None and on_queries is None:
+            from pagefold.runner.hooked_adapters import HookedAdapters  # noqa: PLC0415 - only with adapters
+
+            hooked = HookedAdapters(model)
+        return TransformersDecoder(model, slab, attention, max_model_len=max_model_len, adapters=hooked)
 
     def ready(self, blueprint: Blueprint, say: Callable[[str], None]) -> Ready:  # noqa: ARG002 - nothing to say
         """Load weights and allocate blocks. Where sequences may stream, the arena lies behind the blocks."""
@@ -158,7 +177,7 @@ class OnCpu:
 
             assert isinstance(decoder, TransformersDecoder), "the other one is fused"
             decoder.learn_turns(runner.decoding_step())
-        return Ready(runner, capacity, arena)
+        return Ready(runner, capacity, arena, adapters=decoder.adapters)
 
 
 def _lines_of_sinks(blueprint: Blueprint) -> list[str]:
@@ -181,6 +200,18 @@ def _draft_bytes(blueprint: Blueprint) -> int:
     if blueprint.draft is not None:
         num_bytes += 4 * blueprint.config.max_draft_tokens * blueprint.draft.spec.vocab_size
     return num_bytes
+
+
+def _adapter_bytes(blueprint: Blueprint) -> int:
+    """Return what the adapters take that are there from the start."""
+    if blueprint.adapters is None:
+        return 0
+    folders = [folder for _, folder in blueprint.adapters.folders]
+    if not blueprint.is_fused:
+        return sum(folder.num_bytes for folder in folders)
+    from pagefold.runner.fused.adapters import adapter_bytes  # noqa: PLC0415 - kernels come with it
+
+    return sum(map(adapter_bytes, folders))
 
 
 def _weight_bytes(blueprint: Blueprint) -> int:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pagefold.config import cache_dir
+from pagefold.engine.adapters import plan_adapters
 from pagefold.engine.blueprint import PACKED_DTYPES, Blueprint, why_not_packed, without_windows
 from pagefold.engine.draft_model import capacity_of_draft, check_device, check_draft, draft_config, longest_of
 from pagefold.engine.masking import check_groups, check_masking, find_mask, packing_keeps
@@ -98,7 +99,8 @@ def _shape_of(config: EngineConfig, progress: Progress | None) -> Blueprint:
         geometry = replace(geometry, keeps=spec.keeps_within(_longest(config, spec)))  # else the window is the limit
     assert device == "cpu" or card is not None, "it was chosen"
     card = None if device == "cpu" else card
-    return Blueprint(config, spec, geometry, _NOTHING, dtype, not_fused, device, card, mask=mask)
+    adapters = plan_adapters(config, spec, not_fused, device)
+    return Blueprint(config, spec, geometry, _NOTHING, dtype, not_fused, device, card, mask=mask, adapters=adapters)
 
 
 def _check_streaming(config: EngineConfig, spec: ModelSpec, device: str) -> None:

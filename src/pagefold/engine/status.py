@@ -11,6 +11,7 @@ from pagefold.scheduler import GuardrailStatus
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from pagefold.engine.adapters import AdapterStatus
     from pagefold.engine.kinds import Kind
     from pagefold.kv.transfers import TierUse
     from pagefold.memory.cache_size import CacheSize
@@ -59,6 +60,7 @@ class EngineStatus:
         num_promised_blocks: that running requests are expected to take yet.
         kinds: the kinds of blocks that requests may ask for, and how many there are of each.
         guardrails: what they do, where there are targets.
+        adapters: what they do; None where requests may name none.
     """
 
     num_running: int = 0
@@ -85,6 +87,7 @@ class EngineStatus:
     kinds: tuple[KindCount, ...] = ()
     num_promised_blocks: int = 0
     guardrails: GuardrailStatus = field(default_factory=GuardrailStatus)
+    adapters: AdapterStatus | None = None
 
     @property
     def num_for_capacity(self) -> int:
@@ -92,7 +95,7 @@ class EngineStatus:
         return self.num_waiting - self.num_deferred
 
     @classmethod
-    def of(
+    def of(  # noqa: PLR0913 - what it looks at, by name
         cls,
         scheduler: Scheduler,
         *,
@@ -100,6 +103,7 @@ class EngineStatus:
         caches: Sequence[CacheSize] = (),
         tier_uses: Mapping[str, TierUse] = MappingProxyType({}),
         kinds: Sequence[Kind] = (),
+        adapters: AdapterStatus | None = None,
     ) -> EngineStatus:
         """Look at ``scheduler`` and its core. Plain reads, so any thread may."""
         core = scheduler.core
@@ -113,6 +117,7 @@ class EngineStatus:
             num_deferred=num_deferred,
             num_promised_blocks=scheduler.rule.num_promised,
             caches=tuple(caches),
+            adapters=adapters,
             kinds=tuple(KindCount(one.name, one.codec, by_pins[one.mask], packed[one.mask]) for one in kinds),
             kv_cache_usage=core.usage,
             num_free_blocks=core.pool.num_free,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from pagefold.kv.ops import FetchOp
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Sequence
 
     from pagefold.kv.arbiter import Arbiter
     from pagefold.kv.chunk_notes import ChunkNotes
@@ -240,6 +240,12 @@ class Fetches:
         for fetch in self._fetches.values():
             if fetch.missing.is_whole_or_nothing:
                 fetch.is_over |= any(held.name.digest in digests for held in fetch.blocks)
+
+    def forget(self, namespaces: Collection[bytes]) -> None:
+        """What is on its way of these namespaces, by digest, is of no use."""
+        for arrival in self._arriving.values():
+            if arrival.held.name.namespace in namespaces:
+                arrival.is_wanted = False
 
     def pins(self) -> Iterator[int]:
         """Yield the host block of every pin that transfers and waiting requests have."""

@@ -9,7 +9,7 @@ from pagefold.kv.names import digest_of, in_group, path_digest, root_digest
 from pagefold.kv.tree import TOKEN_BYTES, doubtful_nodes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable
 
     from pagefold.kv.block_cache import BlockCache
     from pagefold.kv.host_tier import HostTier
@@ -76,6 +76,36 @@ class Forgetting:
             cache.num_published = 0
             self._lodgers.on_forget(cache)
         return num_cached
+
+    def forget(self, namespaces: Collection[bytes]) -> int:
+        """Forget all that is cached in namespaces that nobody runs in any more. Return how many blocks were freed.
+
+        What slower tiers have of them stays there. Nobody finds it who does not have the same namespace again, and then
+        it is right.
+
+        Args:
+            namespaces: keys.
+        """
+        roots = {root_digest(key) for key in namespaces}
+        nodes = [root for key, root in self._blocks.tree.roots.items() if key in namespaces]
+        num_roots = len(nodes)
+        for node in nodes:  # it grows, parents before children
+            nodes += node.children.values()
+        del nodes[:num_roots]
+        self._slow.fetches.forget(roots)
+        self._pins.forget(set(nodes))
+        num_free = self._blocks.pool.num_free
+        for node in reversed(nodes):
+            if node.attached:  # one without blocks has gone with its last child
+                self._blocks.evict(node, "reset")
+        self._host.forget(roots)
+        return self._blocks.pool.num_free - num_free
+
+    def those_cached(self, namespaces: Collection[bytes]) -> set[bytes]:
+        """Return those of the namespaces, by key, of which device or host have anything."""
+        held = {one.name.namespace for one in self._host.blocks.all()}
+        roots = self._blocks.tree.roots
+        return {key for key in namespaces if key in roots or root_digest(key) in held}
 
     def distrust(self, cache: SequenceCache, namespace: bytes, packed: bytes) -> set[bytes]:
         """Forget what ``cache`` has, what it began with, and whatever else goes on from that: it may be corrupted.

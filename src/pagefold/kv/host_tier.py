@@ -18,7 +18,7 @@ from pagefold.kv.ops import NO_HOST_OPS, HostOps, LoadOp, StoreOp
 from pagefold.kv.tree import TOKEN_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable
 
     from pagefold.kv.block import Block, BlockId, Node
     from pagefold.kv.chunk_notes import ChunkNotes
@@ -311,6 +311,11 @@ class HostTier:
         for held in [held for held in self.blocks.found() if held.name.path in found]:
             self.blocks.forget(held)
         return found
+
+    def forget(self, namespaces: Collection[bytes]) -> None:
+        """Forget the blocks of namespaces, by digest. What is pinned leaves when nothing pins it."""
+        for held in [held for held in self.blocks.found() if held.name.namespace in namespaces]:
+            self.blocks.forget(held)
 
     # Inside.
 

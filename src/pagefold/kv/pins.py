@@ -325,6 +325,11 @@ class PinTable:
         for pin in [pin for pin in self if pin.tail in nodes]:
             self._drop(pin, "corrupted")
 
+    def forget(self, nodes: Collection[Node]) -> None:
+        """Drop the pins of these nodes, which are forgotten."""
+        for pin in [pin for pin in self if pin.tail in nodes]:
+            self._drop(pin, "reset")
+
     def clear(self) -> None:
         """Drop all pins: the cache is being reset."""
         for pin in list(self):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 from prometheus_client.core import GaugeMetricFamily
@@ -11,6 +12,7 @@ if TYPE_CHECKING:
 
     from prometheus_client.metrics_core import Metric
 
+    from pagefold.engine.adapters import AdapterStatus
     from pagefold.engine.status import EngineStatus
     from pagefold.memory.cache_size import CacheSize
 
@@ -57,6 +59,14 @@ _GAUGES: dict[str, tuple[str, str]] = {
     "pagefold:kv_waste_perc": ("kv_waste", "Share of the slots in blocks held by requests that hold no token, 0 to 1."),
 }
 """Gauge to (field of ``EngineStatus``, help)."""
+
+
+def _of_adapters(adapters: AdapterStatus) -> dict[str, str]:
+    return {
+        "running_lora_adapters": ",".join(adapters.running),
+        "waiting_lora_adapters": ",".join(adapters.waiting),
+        "max_lora": str(adapters.most),
+    }
 
 
 class Gauges:
@@ -111,6 +121,27 @@ class Gauges:
             "pagefold:num_packed_blocks",
             "KV blocks that hold what was kept of older chunks, in use or cached, by the same labels.",
             [({"kind": one.name, "codec": one.codec or "none"}, one.num_packed) for one in status.kinds],
+        )
+        adapters = status.adapters
+        yield self._family(
+            "vllm:lora_requests_info",
+            "When requests with LoRA adapters were looked at, in seconds since 1970, by labels as vLLM has them: "
+            "running_lora_adapters and waiting_lora_adapters, names with commas, and max_lora; none without "
+            "--enable-lora.",
+            [] if adapters is None else [(_of_adapters(adapters), time.time())],
+        )
+        yield self._family(
+            "pagefold:lora_adapters",
+            "LoRA adapters, by the label state: loaded, or leaving (unloaded, while requests have it yet); none "
+            "without --enable-lora.",
+            []
+            if adapters is None
+            else [({"state": "loaded"}, len(adapters.loaded)), ({"state": "leaving"}, adapters.num_leaving)],
+        )
+        yield self._family(
+            "pagefold:lora_bytes",
+            "What the weights of LoRA adapters take; none without --enable-lora.",
+            [] if adapters is None else [({}, adapters.num_bytes)],
         )
         pacing, shedding = status.guardrails
         yield self._family(

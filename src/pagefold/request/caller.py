@@ -82,6 +82,7 @@ class Caller:
         predicted: tokens that are expected in the output, for who drafts.
         kv_keep: which share of older tokens is kept, of those that the engine offers; None for its default.
         kv_quality: the same by the name of a kind of blocks; empty for the default.
+        adapter: the name of the adapter that the request is computed with; empty for none.
     """
 
     tenant: str = ""
@@ -98,6 +99,7 @@ class Caller:
     predicted: tuple[int, ...] = ()
     kv_keep: float | None = None
     kv_quality: str = ""
+    adapter: str = ""
 
     def __post_init__(self) -> None:
         if self.returns_in_s is not None and not 0.0 <= self.returns_in_s <= MAX_RETURNS_IN_S:

@@ -124,12 +124,14 @@ class Request:
         session: the session that it belongs to; None for none.
         hint_pins: beginnings of its prompt that are pinned at its end if there is room for it.
         error: why it ends with ``error``, where that is not its grammar's.
+        adapter: the slot of the adapter that it is computed with; 0 for none.
         mask: by which of the model's masks it keeps older tokens, where those are packed; ``NO_MASK`` for all of them.
         kept_share: what share of its older chunks its last cache had kept, where those are packed; else None.
         prompt_use: of its prompt, shared by all samples of it.
     """
 
     __slots__ = (
+        "adapter",
         "beams",
         "cache",
         "deadline_s",
@@ -204,6 +206,7 @@ class Request:
         speculation: SpeculativeParams | None = None,
         predicted: Sequence[int] = (),
         mask: int = 0,
+        adapter: int = 0,
         tenant: str = "",
         weight: float = 1.0,
         quota: KVQuota | None = None,
@@ -222,6 +225,7 @@ class Request:
         self.is_plain = sampling.is_plain
         self.speculation = speculation
         self.mask = mask
+        self.adapter = adapter
         self.predicted = predicted
         self.drafts: Sequence[int] = ()
         self.num_draft_tokens = self.num_accepted_tokens = 0

@@ -52,6 +52,7 @@ class StepInputs:
             own.
         attention: where each sequence's KV lies.
         late: those of ``token_ids`` that mean nothing until :func:`fill_in`; None where all are known.
+        adapters: the slot of each token's adapter, int64 ``[T]`` on the host; None where none has one.
         moves: blocks that are on their way from the host: before a layer reads KV, ``moves.hold(layer)``; None where
             all are there.
     """
@@ -62,6 +63,7 @@ class StepInputs:
     samples: torch.Tensor | None
     attention: AttentionInputs
     late: LateTokens | None = None
+    adapters: NDArray[np.int64] | None = None
     moves: MovesInFlight | None = None
 
 
@@ -104,7 +106,18 @@ def make_inputs(plan: StepPlan, geometry: KVGeometry) -> StepInputs:
             sources=geometry.sources,
             packed=_packed_inputs(plan, geometry),
         ),
+        adapters=_adapters_of(plan, num_tokens),
     )
+
+
+def _adapters_of(plan: StepPlan, num_tokens: NDArray[np.int64]) -> NDArray[np.int64] | None:
+    """Return the slot of each token's adapter; None where no row has one."""
+    if not plan.adapted:
+        return None
+    slots = np.zeros(plan.num_rows, np.int64)
+    for row, slot in plan.adapted:
+        slots[row] = slot
+    return np.repeat(slots, num_tokens)
 
 
 def _packed_inputs(plan: StepPlan, geometry: KVGeometry) -> PackedInputs | None:

@@ -15,6 +15,7 @@ from pagefold.runner.turned_queries import PROBED, TurnedQueries, find_turned_qu
 
 if TYPE_CHECKING:
     from pagefold.runner.attention import AttentionBackend, AttentionInputs
+    from pagefold.runner.hooked_adapters import HookedAdapters
     from pagefold.runner.inputs import StepInputs
     from pagefold.runner.slab import AnySlab
     from pagefold.runner.torch_runner import OnQueries
@@ -30,6 +31,10 @@ class TransformersDecoder:
         slab: its blocks.
         attention: the implementation.
         max_model_len: no sequence gets longer.
+        adapters: those that requests may have, in this model; None for none ever.
+
+    Attributes:
+        model, adapters: as given.
     """
 
     def __init__(
@@ -39,7 +44,9 @@ class TransformersDecoder:
         attention: AttentionBackend,
         *,
         max_model_len: int,
+        adapters: HookedAdapters | None = None,
     ) -> None:
+        self.adapters = adapters
         self.model = model
         self._slab = slab
         self._attention = attention
@@ -79,6 +86,8 @@ class TransformersDecoder:
             moves=inputs.moves,
             turns=self._turned.at(inputs.positions[0]),
         )
+        if self.adapters is not None:
+            self.adapters.begin(inputs.adapters)
         output = self.model(
             input_ids=inputs.token_ids,
             position_ids=inputs.positions,

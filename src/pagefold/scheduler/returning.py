@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import heapq
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
 
 __all__ = ["MAX_EXPECTED_BYTES", "Expected", "Returning"]
 
@@ -61,6 +64,12 @@ class Returning:
             taken.append(heapq.heappop(self._heap))
             self._num_bytes -= len(taken[-1].packed)
         return taken
+
+    def forget(self, namespaces: Collection[bytes]) -> None:
+        """Expect none of those whose blocks are in these namespaces."""
+        self._heap = [one for one in self._heap if one.namespace not in namespaces]
+        heapq.heapify(self._heap)
+        self._num_bytes = sum(len(one.packed) for one in self._heap)
 
     def next_due_s(self) -> float:
         """Return when the next one is due; inf for never."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from pagefold.kv import num_blocks_for
 from pagefold.scheduler.extras import plan_extras
 from pagefold.scheduler.samples import plan_samples
-from pagefold.steps import DraftedRow
+from pagefold.steps import AdaptedRow, DraftedRow
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -128,6 +128,8 @@ class RowPlanner:
             add_start(start)
             add_num(num_tokens + num_drafts)
             add_tables(cache.tables)
+            if request.adapter:
+                plan.adapted.append(AdaptedRow(row, request.adapter))
             if num_drafts:
                 self._plan_drafts(step, request, drafts[:num_drafts])
                 budget -= num_drafts

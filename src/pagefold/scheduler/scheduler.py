@@ -156,6 +156,11 @@ class Scheduler:
         return self._queues.running
 
     @property
+    def with_blocks(self) -> list[Request]:
+        """Those that have blocks: they run, or are set aside for the moment."""
+        return self._queues.with_blocks
+
+    @property
     def fetching(self) -> dict[str, Request]:
         """Requests that wait for blocks of slow tiers, by id."""
         return self._queues.fetching

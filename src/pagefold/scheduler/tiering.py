@@ -25,7 +25,7 @@ from pagefold.scheduler.returning import Returning
 from pagefold.steps import DamagedBlocksError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
     from pagefold.events import TierMissCause
     from pagefold.kv import HostOps, SlowTiers
@@ -159,6 +159,10 @@ class Tiering:
     def distrust(self, digests: set[bytes]) -> None:
         """Have the slow tiers forget these paths, as soon as they come to it."""
         self._transfer.forget(list(digests))
+
+    def forget(self, namespaces: Collection[bytes]) -> None:
+        """Nobody will go on with what is in these namespaces: bring nothing of it before it is asked for."""
+        self._returning.forget(namespaces)
 
     def begin_reset(self) -> None:
         """The core is being reset: bring nothing until :meth:`finish_reset`."""
@@ -317,6 +321,9 @@ class _NoTiering(Tiering):
 
     def distrust(self, digests: set[bytes]) -> None:
         """Nobody else has these paths."""
+
+    def forget(self, namespaces: Collection[bytes]) -> None:
+        """Nothing is expected."""
 
     def begin_reset(self) -> None:
         """Nothing is being brought."""

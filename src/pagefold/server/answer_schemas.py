@@ -260,13 +260,15 @@ class Detokenized(BaseModel):
 
 
 class Model(BaseModel):
-    """A model, as ``/v1/models`` has it."""
+    """A model, as ``/v1/models`` has it; an adapter has a ``root``, its folder, and a ``parent``, its model."""
 
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
     max_model_len: int = Field(ge=2)
+    root: str | None = None
+    parent: str | None = None
 
 
 class Models(BaseModel):

@@ -9,6 +9,7 @@ from fastapi import FastAPI
 
 from pagefold import __version__
 from pagefold.observe.overview import Overview
+from pagefold.server.adapters import adapter_routes
 from pagefold.server.advices import Advices
 from pagefold.server.anthropic import AnthropicErrors, message_routes
 from pagefold.server.body_checker import BodyChecker
@@ -110,6 +111,7 @@ def create_app(  # noqa: PLR0913 - the parts that it puts together, by name
     app.include_router(whatif_routes(ledger, config))
     app.include_router(dashboard_routes(model_name, config, overview))
     app.include_router(model_routes(served))
+    app.include_router(adapter_routes(served))
     app.include_router(probe_routes(served, config, metrics))
     describe(app, config)
     return app

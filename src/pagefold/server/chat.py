@@ -49,7 +49,7 @@ def chat_routes(served: Served, diagnoses: Diagnoses) -> APIRouter:
         structured = thinking.before(want.structured)
         prompts = asked.fitted([chat.token_ids], sampling, served.client.max_model_len)
         caller = replace(
-            asked.caller(account_of(request.scope)),
+            served.caller_of(asked, request),
             predicted=await _predicted(asked, served, request),
             hint_pins=hints_of(asked.prompt_cache_retention, prompts[0]),
         )
@@ -69,7 +69,7 @@ def chat_routes(served: Served, diagnoses: Diagnoses) -> APIRouter:
         tenant = account_of(request.scope).tenant
         diagnoses.note(tenant, response_id, chat.fingerprint, len(chat.token_ids))
         form = ChatForm(
-            {"id": response_id, "created": int(time.time()), "model": served.model_name},
+            {"id": response_id, "created": int(time.time()), "model": served.name_of(asked)},
             ToldParts(asked.top_logprobs, thinking.is_known, asked.include_reasoning),
             served.client.tokenizer,
             lambda: want.reader(thinking),

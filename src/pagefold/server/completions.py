@@ -13,7 +13,6 @@ from pagefold.server.answer_schemas import STREAMED, Completion
 from pagefold.server.checked_route import CheckedRoute
 from pagefold.server.completion_schemas import CompletionRequest  # noqa: TC001 - FastAPI reads it
 from pagefold.server.generation import Generation
-from pagefold.server.keys import account_of
 from pagefold.server.logprobs import completion_logprobs, told_tokens
 from pagefold.server.told_prompt import ToldPrompt
 
@@ -41,7 +40,7 @@ def completion_routes(served: Served) -> APIRouter:
         sampling = asked.sampling(structured)
         tokens = await served.encode(asked.prompts, times=asked.times_too_long, receive=request.receive)
         prompts = asked.fitted(tokens, sampling, served.client.max_model_len)
-        form = _CompletionForm(served.model_name, int(time.time()), served.client.tokenizer)
+        form = _CompletionForm(served.name_of(asked), int(time.time()), served.client.tokenizer)
         if asked.echo:
             form.echo(_echoed(asked, tokens, prompts, served), asked)
         generation = Generation(
@@ -49,7 +48,7 @@ def completion_routes(served: Served) -> APIRouter:
             request_id=form.request_id,
             prompts=prompts,
             sampling=sampling,
-            caller=asked.caller(account_of(request.scope)),
+            caller=served.caller_of(asked, request),
             param="prompt",
             grammar=await served.compile(structured),
             keeps_token_ids=asked.return_token_ids,

@@ -12,6 +12,8 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
 from pagefold.errors import (
+    AdapterError,
+    AdapterNotFoundError,
     EngineStoppedError,
     InvalidRequestError,
     LoadShedError,
@@ -113,6 +115,8 @@ _FORMS: dict[type[Exception], _Form] = {
     ContextLengthError: _Form(400, "invalid_request_error", "context_length_exceeded"),
     PreviousResponseError: _Form(400, "invalid_request_error", "previous_response_not_found"),
     InvalidRequestError: _Form(400, "invalid_request_error", None),
+    AdapterNotFoundError: _Form(404, "invalid_request_error", "adapter_not_found"),
+    AdapterError: _Form(400, "invalid_request_error", "adapter_refused"),
     UnknownModelError: _Form(404, "invalid_request_error", "model_not_found"),
     ResponseNotFoundError: _Form(404, "invalid_request_error", "response_not_found"),
     ExplainOffError: _Form(404, "invalid_request_error", "explain_off"),

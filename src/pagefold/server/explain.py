@@ -45,7 +45,7 @@ def explain_routes(served: Served, explanations: Explanations, advices: Advices,
     async def foretell(asked: ExplainRequest, request: Request) -> dict[str, Any]:
         """Tell what a request would find in the cache if it were sent now, and why not more. Nothing is done for it."""
         served.admit(asked, request)
-        caller = asked.caller(account_of(request.scope))
+        caller = served.caller_of(asked, request)
         served.client.check_kind(caller)
         if asked.messages is not None:
             chat = await served.prepare_chat(

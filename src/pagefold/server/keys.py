@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 __all__ = ["OPEN_PATHS", "TRAFFIC_PATHS", "Keys", "Lock", "Locks", "account_of", "account_with", "is_for_admin"]
 
-_ADMIN_PATHS = frozenset({"/reset_prefix_cache", "/server_info", "/v1/dashboard"})
+_ADMIN_PATHS = frozenset(
+    {"/reset_prefix_cache", "/server_info", "/v1/dashboard", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
+)
 _ADMIN_PREFIX = "/v1/cache/"
 _CLIENT_PATHS = frozenset({"/v1/cache/whatif"})
 """Paths behind that prefix of which everybody sees his own."""

@@ -11,6 +11,7 @@ from pagefold.request import ANYBODY
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pagefold.adapters import LoadedAdapter
     from pagefold.engine.client import EngineClient
     from pagefold.engine.foresight import Foreseen
     from pagefold.engine.intake import Intake
@@ -47,6 +48,19 @@ class LateEngine:
     def tokenizer(self) -> Tokenizer | None:
         """See :class:`~pagefold.engine.client.EngineClient`."""
         return self._arrived().tokenizer
+
+    @property
+    def adapters(self) -> tuple[LoadedAdapter, ...]:
+        """See :class:`~pagefold.engine.client.EngineClient`."""
+        return () if self._engine is None else self._engine.adapters
+
+    async def load_adapter(self, name: str, path: str, *, in_place: bool = False) -> LoadedAdapter:
+        """See :class:`~pagefold.engine.client.EngineClient`."""
+        return await self._arrived().load_adapter(name, path, in_place=in_place)
+
+    async def unload_adapter(self, name: str) -> LoadedAdapter:
+        """See :class:`~pagefold.engine.client.EngineClient`."""
+        return await self._arrived().unload_adapter(name)
 
     @property
     def max_model_len(self) -> int:

@@ -1,4 +1,4 @@
-"""``/v1/models``: the one model that is served."""
+"""``/v1/models``: the model that is served, and its adapters."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def model_routes(served: Served) -> APIRouter:
 
     @router.get("/v1/models", responses={200: {"model": Models}})
     async def list_models() -> dict[str, Any]:
-        """List the one model that is served."""
-        return {"object": "list", "data": [served.about_model()]}
+        """List the model that is served, and its adapters."""
+        adapters = [served.about_adapter(one) for one in served.adapters.values()]
+        return {"object": "list", "data": [served.about_model(), *adapters]}
 
     @router.get("/v1/models/{model_id:path}", responses={200: {"model": Model}})
     async def retrieve_model(model_id: str) -> dict[str, Any]:
-        """Describe the model."""
-        served.check_model(model_id)
-        return served.about_model()
+        """Describe the model, or an adapter."""
+        return served.about(model_id)
 
     return router

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from bisect import bisect_right
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from pagefold.server.disconnect import stays
 from pagefold.server.errors import UnknownModelError
 from pagefold.server.fingerprint import fingerprint_of
 from pagefold.server.ignored import note_ignored
+from pagefold.server.keys import account_of
 from pagefold.server.reasoning.formats import FORMATS as REASONING_FORMATS
 from pagefold.server.reasoning.thinking import NO_THINKING, thinking_of
 from pagefold.server.text_workers import TextWorkers
@@ -28,10 +29,12 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.types import Receive
 
+    from pagefold.adapters import LoadedAdapter
     from pagefold.engine.client import EngineClient
+    from pagefold.request import Caller
     from pagefold.server.chat_schemas import ChatMessage
     from pagefold.server.reasoning.thinking import Thinking
-    from pagefold.server.schemas import RequestBody
+    from pagefold.server.schemas import CachedRequest, RequestBody
     from pagefold.server.structured_fields import Structured
     from pagefold.server.tools.formats import ToolFormat
     from pagefold.server.tools.schemas import Tool
@@ -48,6 +51,9 @@ _LONG_CHAT = 4_000
 """Characters that a chat counts as where they are not counted: it is worked on aside."""
 
 _AS_USUAL = ChatOptions()
+
+_MOST_NAMED = 16
+"""So many adapters an error names."""
 
 _NUM_TOGETHER = 2**14
 """Tokens that are decoded in one piece: the library holds the interpreter while it hands them over."""
@@ -86,19 +92,39 @@ class Served:
             EngineStoppedError: the engine is not there yet, or no more.
         """
         note_ignored(asked, request)
-        if asked.model is not None:
+        if asked.model not in {None, self.model_name}:
+            self.client.ensure_ready()  # which adapters there are, is known then
             self.check_model(asked.model)
         self.client.ensure_ready()
 
     def check_model(self, model: str) -> None:
-        """Check that ``model`` is the one that is here.
+        """Check that ``model`` is the one that is here, or an adapter of it.
 
         Raises:
-            UnknownModelError: it is not.
+            UnknownModelError: it is neither.
         """
-        if model != self.model_name:
+        if model != self.model_name and model not in self.adapters:
             msg = f"There is no model {ascii(model)[:80]} here."
-            raise UnknownModelError(msg, remedy=f"This server has {self.model_name}.")
+            names = ", ".join([self.model_name, *sorted(self.adapters)[:_MOST_NAMED]])
+            raise UnknownModelError(msg, remedy=f"This server has {names}.")
+
+    @property
+    def adapters(self) -> dict[str, LoadedAdapter]:
+        """The adapters that requests may name, by name."""
+        return {one.name: one for one in self.client.adapters}
+
+    def name_of(self, asked: RequestBody) -> str:
+        """Return what clients call the model that a request names: the model, or an adapter of it."""
+        return self.model_name if asked.model is None else asked.model
+
+    def caller_of(self, asked: CachedRequest, request: Request) -> Caller:
+        """Return who asks, on what terms, and with which adapter."""
+        caller = asked.caller(account_of(request.scope))
+        return replace(caller, adapter=self.adapter_of(asked.model))
+
+    def adapter_of(self, model: str | None) -> str:
+        """Return the adapter that a request is computed with, by the model that it names; empty for none."""
+        return "" if model is None or model == self.model_name else model
 
     async def encode(
         self,
@@ -273,6 +299,20 @@ class Served:
             "owned_by": "pagefold",
             "max_model_len": self.client.max_model_len,
         }
+
+    def about_adapter(self, adapter: LoadedAdapter) -> dict[str, Any]:
+        """Return an adapter as ``/v1/models`` lists it; ``root`` and ``parent`` as vLLM adds them."""
+        return {**self.about_model(), "id": adapter.name, "root": adapter.path, "parent": self.model_name}
+
+    def about(self, model: str) -> dict[str, Any]:
+        """Return the model, or an adapter of it, by its name.
+
+        Raises:
+            UnknownModelError: there is none of that name.
+        """
+        self.check_model(model)
+        adapter = self.adapters.get(model)
+        return self.about_model() if adapter is None else self.about_adapter(adapter)
 
     def _tokenizer(self, param: str) -> Tokenizer:
         if self.client.tokenizer is None:

@@ -57,6 +57,7 @@ class Warmer:
             warm_up=asked.warm_up(),
             kv_keep=asked.kv_keep if asks else account.kv_keep,
             kv_quality=asked.kv_quality or "",
+            adapter=self.served.adapter_of(asked.model),
         )
         generation = Generation(
             self.served.client,

@@ -17,6 +17,7 @@ from pagefold.kernels.rows import row_tiles
 from pagefold.kernels.team import SYNC_WIDTH, ends
 from pagefold.runner.attention.cpu import AttentionRoom, scoring_of
 from pagefold.runner.attention.kept_work import tell_counts
+from pagefold.runner.fused.adapted import NO_ADAPTERS
 from pagefold.runner.fused.kernel import (
     TOKENS_A_CHUNK,
     DecoderRoom,
@@ -31,6 +32,8 @@ from pagefold.runner.inputs import fill_in
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from pagefold.runner.fused.adapted import StepAdapters
+    from pagefold.runner.fused.adapters import FusedAdapters
     from pagefold.runner.fused.families import FusedConfig
     from pagefold.runner.fused.weights import PackedModel
     from pagefold.runner.inputs import StepInputs
@@ -54,6 +57,10 @@ class FusedDecoder:
         keeps_sinks: whether any layers keep sink tokens.
         chunk_size: of chunks that are packed; 0 where none are.
         on_queries: told each layer's queries of a step, which are kept for it then; None for nobody.
+        adapters: those that requests may have; None for none ever.
+
+    Attributes:
+        adapters: as given.
     """
 
     def __init__(  # noqa: PLR0913 - settings, by name
@@ -66,7 +73,9 @@ class FusedDecoder:
         keeps_sinks: bool = False,
         chunk_size: int = 0,
         on_queries: OnQueries | None = None,
+        adapters: FusedAdapters | None = None,
     ) -> None:
+        self.adapters = adapters
         self._on_queries = on_queries
         self._keeps_sinks = keeps_sinks
         self._num_threads = min(num_threads, numba.config.NUMBA_NUM_THREADS)
@@ -117,6 +126,7 @@ class FusedDecoder:
             self._room,
             self._attention.scratch,
             self._attention.partials(work.num_slots),
+            NO_ADAPTERS if self.adapters is None else self._adapters_of(inputs, step),
         )
         if self._kernel is None:
             self._kernel = specialised(run_decoder, arguments)
@@ -128,6 +138,10 @@ class FusedDecoder:
                 queries = torch.from_numpy(rows[:num_tokens, : self._num_heads * self._head_dim])
                 self._on_queries(layer, queries.reshape(num_tokens, self._num_heads, self._head_dim))
         return torch.from_numpy(self._room.logits)[:num_rows, : self._vocab_size]
+
+    def _adapters_of(self, inputs: StepInputs, step: DecoderStep) -> StepAdapters:
+        assert self.adapters is not None, "there are some"
+        return self.adapters.of_step(inputs.adapters, len(step.token_ids), step.logit_rows)
 
     def states(self) -> torch.Tensor:
         """Return K and V of the last layer, ``[T, 2 * Hkv * D]``."""

@@ -26,6 +26,17 @@ from pagefold.runner.attention.cpu import member_scratch
 from pagefold.runner.attention.kept_chunks import mark
 from pagefold.runner.attention.kernel import Scoring, attend, merge, pack, seal, write
 from pagefold.runner.attention.work import work_of
+from pagefold.runner.fused.adapted import (
+    DOWN,
+    GATE_UP,
+    NO_STAGE,
+    OUT,
+    QKV,
+    add_product,
+    expand_gate_up,
+    expand_qkv,
+    shrink,
+)
 from pagefold.runner.fused.pieces import ahead_of, claim_piece, deal, following_in
 
 if TYPE_CHECKING:
@@ -246,11 +257,30 @@ def _add_normed(tiles, products, first, num, norm, epsilon, hidden):
             hidden[t, e] += products[t, e]
 
 
+class _Adapted(NamedTuple):
+    """Where adapters come in, in a phase of norms.
+
+    Attributes:
+        layer: of the product before, to which they add something.
+        before: its stage; ``NO_STAGE`` for none.
+        stage: the one behind the norms, in layer ``next_layer``; ``NO_STAGE`` for none.
+        next_layer: of that.
+        of_rows: whether rows are those that go on in the last layer, rather than tokens.
+    """
+
+    layer: int
+    before: int
+    stage: int
+    next_layer: int
+    of_rows: int
+
+
 @part()
-def _norm_all(tiles, team, phase, weights, hidden, num_tokens, norm, behind, room, rows):
+def _norm_all(tiles, team, phase, weights, hidden, num_tokens, norm, behind, room, rows, adapters, x, adapted):
     """Norms of all rows, as they are multiplied; ``room.normed`` has them if the format has no rows of its own.
 
     Before that, products are added to the rows that are normed by ``behind`` first; nothing is if that is empty.
+    Adapters add theirs to products of rows of ``x``.
     """
     sync, epsilon = team.sync, weights.epsilon
     num_chunks = (num_tokens + TOKENS_A_CHUNK - 1) // TOKENS_A_CHUNK
@@ -259,10 +289,17 @@ def _norm_all(tiles, team, phase, weights, hidden, num_tokens, norm, behind, roo
         if chunk >= num_chunks:
             break
         first, end = chunk * TOKENS_A_CHUNK, min((chunk + 1) * TOKENS_A_CHUNK, num_tokens)
+        add_product(
+            adapters, adapted.layer, adapted.before, x, first, end - first, room.products, hidden, behind,
+            adapted.of_rows,
+        )  # fmt: skip
         if len(behind):
             _add_normed(tiles, room.products, first, end - first, behind, epsilon, hidden)
         into = team.member * TOKENS_A_CHUNK if rows.form else first  # what nobody else reads stays in the cache
         _norm(tiles, hidden, first, end - first, norm, epsilon, room.normed, into)
+        shrink(
+            adapters, adapted.next_layer, adapted.stage, room.normed, into, end - first, first, adapted.of_rows
+        )  # fmt: skip
         _convert(room.normed, into, end - first, rows, first)
         finish(sync, phase)
     wait(sync, phase, num_chunks)
@@ -327,7 +364,7 @@ def _matmul(team, phase, x, num_tokens, panels, y, width, adds, ahead):
 
 
 @part()
-def _matmul_gate_up(tiles, team, phase, x, num_tokens, panels, y, up, ahead):
+def _matmul_gate_up(tiles, team, phase, x, num_tokens, panels, y, up, ahead, adapters, layer, of_rows):
     """``y = activation(x @ gate) * (x @ up)``: panels of both alternate, and meet while they are in the cache."""
     num_done, width = 0, up.shape[1]
     dealt = deal(num_tokens, panels.shape[0] // 2, team.num_members)
@@ -341,6 +378,7 @@ def _matmul_gate_up(tiles, team, phase, x, num_tokens, panels, y, up, ahead):
             following = following_in(piece, pair, panels, 2, ahead)
             _columns(x, t, num_rows, panels, 2 * pair, panels[2 * pair + 1, 0], y, t, pair * width, 0)
             _columns(x, t, num_rows, panels, 2 * pair + 1, following, up, 0, 0, 0)
+            expand_gate_up(adapters, layer, t, num_rows, y, up, pair * width, width, of_rows)
             gate = y.ctypes.data + (t * y.shape[1] + pair * width) * _FLOAT_BYTES
             call_tile(tiles.activation, (gate, distances[0], up.ctypes.data, distances[1], width, num_rows))
         num_done += 1
@@ -361,8 +399,8 @@ def _turn(heads, ropes, keeps, position, turned):
 
 
 @part()
-def _place(tiles, sync, phase, weights, step, work, layer, room, qkv, attention):
-    """Biases, norms and rope of q and k; K and V go into their blocks, and marks of what is kept."""
+def _place(tiles, sync, phase, weights, step, work, layer, room, qkv, attention, adapters):
+    """What adapters add, biases, norms and rope of q and k; K and V go into their blocks, and marks of what is kept."""
     num_tokens = len(step.token_ids)
     num_heads, head_dim = room.attended.shape[1], room.attended.shape[2]
     num_kv_heads = work.cells.shape[2]
@@ -376,6 +414,7 @@ def _place(tiles, sync, phase, weights, step, work, layer, room, qkv, attention)
         for t in range(chunk * size, min((chunk + 1) * size, num_tokens)):
             row = qkv[t]
             rope = weights.rope[weights.rope_of_layer[layer], step.positions[t]]
+            expand_qkv(adapters, layer, t, qkv, num_heads * head_dim, num_kv_heads * head_dim)
             if len(weights.bias):
                 for e in range(num_columns):
                     row[e] += weights.bias[layer, e]
@@ -409,14 +448,14 @@ def _place(tiles, sync, phase, weights, step, work, layer, room, qkv, attention)
 
 
 @part()
-def _attend(tiles, team, phase, layer, weights, step, attention, room, qkv):
+def _attend(tiles, team, phase, layer, weights, step, attention, room, qkv, adapters):
     """The phases from placing K and V to merging what was attended to, of one layer."""
     head_dim, sync = room.attended.shape[2], team.sync
     slab, scratch, partials = attention.slab, attention.scratch, attention.partials
     work = work_of(attention.work, layer)
     query = qkv.reshape((qkv.shape[0], qkv.shape[1] // head_dim, head_dim))
     out = room.attended[: len(step.token_ids)]
-    _place(tiles, sync, phase, weights, step, work, layer, room, qkv, attention)
+    _place(tiles, sync, phase, weights, step, work, layer, room, qkv, attention, adapters)
     if len(work.seals):
         seal(sync, phase + 1, work, slab, layer, scratch)
     pack(sync, phase + 1, work, slab, layer)
@@ -446,7 +485,7 @@ def _cap(tiles, team, phase, weights, logits, num_rows):
 
 
 @part()
-def _member(tiles, team, weights, step, attention, room):
+def _member(tiles, team, weights, step, attention, room, adapters):
     num_tokens, num_rows, num_layers = len(step.token_ids), len(step.logit_rows), weights.norms.shape[0]
     size, width, sync = len(weights.last_norm), room.up.shape[2], team.sync
     num_out = room.attended.shape[1] * room.attended.shape[2]
@@ -459,16 +498,20 @@ def _member(tiles, team, weights, step, attention, room):
         phase = 1 + layer * _PHASES_A_LAYER
         qkv, norms, forms = room.qkv[layer % room.qkv.shape[0]], weights.norms[layer], weights.forms[layer]
         normed = _rows_of(forms[0], room.normed, size, room)
-        _norm_all(tiles, team, phase, weights, room.hidden, num_tokens, norms[0], behind, room, normed)
+        adapted = _Adapted(layer - 1, DOWN if layer else NO_STAGE, QKV, layer, 0)
+        _norm_all(
+            tiles, team, phase, weights, room.hidden, num_tokens, norms[0], behind, room, normed, adapters, room.inner,
+            adapted,
+        )  # fmt: skip
         ahead = ahead_of(team, weights.out[layer], 1)
         _matmul(team, phase + 1, normed, num_tokens, weights.qkv[layer], qkv, width, 0, ahead)
-        _attend(tiles, team, phase + 2, layer, weights, step, attention, room, qkv)
-        hidden, num = room.hidden, num_tokens
+        _attend(tiles, team, phase + 2, layer, weights, step, attention, room, qkv, adapters)
+        hidden, num, came_to, of_rows = room.hidden, num_tokens, attended, 0
         rows = _rows_of(forms[1], attended, num_out, room)
         if layer < num_layers - 1:
             _convert_all(sync, phase + 6, attended, num, rows)
         else:
-            hidden, num = room.last_hidden, num_rows
+            hidden, num, came_to, of_rows = room.last_hidden, num_rows, last_attended, 1
             rows = _rows_of(forms[1], last_attended, num_out, room)
             _pick(sync, phase + 6, step, room, attended, last_attended, rows)
         y = hidden if adds else room.products
@@ -476,10 +519,16 @@ def _member(tiles, team, weights, step, attention, room):
         _matmul(team, phase + 7, rows, num, weights.out[layer], y, width, adds, ahead)
         behind = weights.product_norms[layer, 0]
         normed = _rows_of(forms[2], room.normed, size, room)
-        _norm_all(tiles, team, phase + 8, weights, hidden, num, norms[1], behind, room, normed)
+        adapted = _Adapted(layer, OUT, GATE_UP, layer, of_rows)
+        _norm_all(
+            tiles, team, phase + 8, weights, hidden, num, norms[1], behind, room, normed, adapters, came_to, adapted
+        )  # fmt: skip
         ahead = ahead_of(team, weights.down[layer], 1)
         up = room.up[team.member]
-        _matmul_gate_up(tiles, team, phase + 9, normed, num, weights.gate_up[layer], room.inner, up, ahead)
+        panels = weights.gate_up[layer]
+        _matmul_gate_up(
+            tiles, team, phase + 9, normed, num, panels, room.inner, up, ahead, adapters, layer, of_rows
+        )  # fmt: skip
         inner = _rows_of(forms[3], room.inner, weights.intermediate, room)
         _convert_all(sync, phase + 10, room.inner, num, inner)
         ahead = ahead_of(team, weights.qkv[layer + 1] if layer + 1 < num_layers else weights.head, 1)
@@ -488,7 +537,11 @@ def _member(tiles, team, weights, step, attention, room):
     phase = 1 + num_layers * _PHASES_A_LAYER
     last, ahead = room.last_hidden, ahead_of(team, weights.qkv[0], 1)
     normed = _rows_of(weights.head_form, room.normed, size, room)
-    _norm_all(tiles, team, phase, weights, last, num_rows, weights.last_norm, behind, room, normed)
+    adapted = _Adapted(num_layers - 1, DOWN, NO_STAGE, 0, 1)
+    _norm_all(
+        tiles, team, phase, weights, last, num_rows, weights.last_norm, behind, room, normed, adapters, room.inner,
+        adapted,
+    )  # fmt: skip
     _matmul(team, phase + 1, normed, num_rows, weights.head, room.logits, width, 0, ahead)
     if weights.logit_softcap != 0:
         _cap(tiles, team, phase + 2, weights, room.logits, num_rows)
@@ -496,11 +549,12 @@ def _member(tiles, team, weights, step, attention, room):
 
 @kernel(parallel=True, error_model="numpy")
 def run_decoder(
-    tiles, attention_tiles, num_members, sync, shares, weights, step, work, scoring, slab, room, scratch, partials
-):
+    tiles, attention_tiles, num_members, sync, shares, weights, step, work, scoring, slab, room, scratch, partials,
+    adapters,
+):  # fmt: skip
     """Compute a step: K and V into their blocks, logits into the room."""
     for index in prange(num_members):
         member = np.int64(index)  # else all is typed twice: the index of such a loop has a sign here, and none there
         attention = _Attention(attention_tiles, work, slab, scoring, member_scratch(scratch, member), partials)
         team = _Team(member, num_members, sync, shares)  # type: ignore[arg-type]  # it is an int there
-        _member(tiles, team, weights, step, attention, room)
+        _member(tiles, team, weights, step, attention, room, adapters)

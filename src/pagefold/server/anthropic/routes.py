@@ -66,13 +66,13 @@ def message_routes(served: Served, diagnoses: Diagnoses) -> APIRouter:
                 return {"diagnostics": None}
             return {"diagnostics": diagnoses.diagnose(account.tenant, previous_id, generation).as_anthropic()}
 
-        form = MessageForm(served.model_name, asked.max_tokens, about_cache, lifetime)
+        form = MessageForm(served.name_of(asked), asked.max_tokens, about_cache, lifetime)
         generation = Generation(
             served.client,
             request_id=form.message_id,
             prompts=[chat.token_ids],
             sampling=chat.thinking.sampling(sampling, structured),
-            caller=replace(asked.caller(account), hint_pins=tuple(hints)),
+            caller=replace(served.caller_of(asked, request), hint_pins=tuple(hints)),
             param="messages",
             grammar=await served.compile(structured),
             thinking=chat.thinking,
@@ -94,7 +94,7 @@ def message_routes(served: Served, diagnoses: Diagnoses) -> APIRouter:
     async def count_tokens(asked: CountRequest, request: Request) -> dict[str, int]:
         """Count the tokens of a prompt in Anthropic's form."""
         served.admit(asked, request)
-        caller = asked.caller(account_of(request.scope))  # refuses what a message would be refused for
+        caller = served.caller_of(asked, request)  # refuses what a message would be refused for
         served.client.check_kind(caller)
         asked.cache_lifetime()
         want = wanted(asked.asked_tools(), asked.structured(), served)

@@ -51,7 +51,7 @@ def response_routes(served: Served, store: ResponseStore, diagnoses: Diagnoses) 
         items = _items_of(asked, store, account.tenant)
         want = wanted(asked.asked_tools(), asked.text.structured(), served)
         sampling = asked.sampling()
-        form = ResponseForm(asked, served.model_name, is_stored=_is_stored(asked, store))
+        form = ResponseForm(asked, served.name_of(asked), is_stored=_is_stored(asked, store))
         chat = await served.prepare_chat(
             chat_of(asked.instructions, items), want.tools, param="input", receive=request.receive
         )
@@ -62,7 +62,7 @@ def response_routes(served: Served, store: ResponseStore, diagnoses: Diagnoses) 
             request_id=form.response_id,
             prompts=[chat.token_ids],
             sampling=chat.thinking.sampling(sampling, structured),
-            caller=replace(asked.caller(account), hint_pins=hints),
+            caller=replace(served.caller_of(asked, request), hint_pins=hints),
             param="input",
             grammar=await served.compile(structured),
             thinking=chat.thinking,
