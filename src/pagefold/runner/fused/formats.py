@@ -81,8 +81,11 @@ def processor_lacks(dtype: str, quantization: str | None, kinds: Collection[str]
         return "FMA, with which bfloat16 is computed"
     widening = "avx512bw" if IS_WIDE else "avx2"
     for name in (quantization, *sorted(set(kinds))):
-        if name in {"w8a8_int8", "int4", *KINDS} and not features.get(widening):
+        is_of_blocks = name == "int4" or name in KINDS
+        if (is_of_blocks or name == "w8a8_int8") and not features.get(widening):
             return f"{widening.upper()}, with which {name} is computed"
+        if is_of_blocks and not features.get("f16c"):
+            return f"F16C, with which scales of {name} are read"
     return ""
 
 
