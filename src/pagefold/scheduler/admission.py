@@ -86,16 +86,16 @@ class Admission:
         if budget <= 0:
             return "tokens"
         waiting: Sequence[Request] = self._queues.waiting
-        if step.capped:  # whoever is at its cap is passed in all of the step, whatever else it waits for
-            waiting = [other for other in waiting if other.tenant not in step.capped]
-        while waiting:
+        while True:
+            if step.capped:  # whoever is at its cap is passed in all of the step, whatever else it waits for
+                waiting = [other for other in waiting if other.tenant not in step.capped]
+                if not waiting:
+                    return "kv_cap"
             request = waiting[0] if len(waiting) == 1 else self._policy.choose(waiting, step.now, self._num_cached)
             cause = self._admit_next(request, waiting, step, budget)
             if cause != "kv_cap":
                 return cause
             step.capped.add(request.tenant)
-            waiting = [other for other in waiting if other.tenant != request.tenant]
-        return "kv_cap"
 
     def _admit_next(
         self, request: Request, waiting: Sequence[Request], step: StepInFlight, budget: int
