@@ -4,11 +4,11 @@ Every engine runs in a process of its own, at the settings of ``peers.toml``, on
 greedy, a fixed number of output tokens. Workloads are there twice: with float32 weights and KV on all sides, and, with
 ``-default`` behind their names, with every engine at the settings that its users run: vLLM in bfloat16, OpenVINO GenAI
 in the precision that it takes by itself with KV of 8 bit (and, as ``openvino-int8``, on a model of int8 weights),
-transformers in bfloat16; Pagefold in float32 (``pagefold``), in bfloat16 (``pagefold-bf16``) and with products in int8
-(``pagefold-int8``). llama.cpp is given the 4-bit file that the weights came from, and its own 16-bit KV, in both. Only
-one engine runs at a time, the others are stopped by a signal. Repeats are interleaved, and the order of engines turns
-with each; medians, and Pagefold's ratio to each peer is the median of the ratios within a repeat. Before what counts,
-every engine runs a shorter version of the workload.
+transformers in bfloat16; Pagefold in float32 (``pagefold``), in bfloat16 (``pagefold-bf16``), with products in int8
+(``pagefold-int8``) and on the 4-bit file that the weights came from (``pagefold-gguf``). llama.cpp is given that file,
+and its own 16-bit KV, in both. Only one engine runs at a time, the others are stopped by a signal. Repeats are
+interleaved, and the order of engines turns with each; medians, and Pagefold's ratio to each peer is the median of the
+ratios within a repeat. Before what counts, every engine runs a shorter version of the workload.
 
     burst      32 prompts of 512 shared and 64 own tokens, 64 out: output tokens/s; then the very same again, warm
     prefill    16 prompts of 512 tokens, 1 out: prompt tokens/s
@@ -21,6 +21,8 @@ every engine runs a shorter version of the workload.
     burst-kv8, returning-host   as ``burst`` warm, with a KV cache of 8 bit; as ``returning``, with 1.5 GiB of the
                host's memory behind Pagefold's KV (vLLM has such a tier for GPUs only)
     burst-default, prefill-default, one-default, long-default, returning-host-default   the same at users' settings
+    first-default   a prompt of 512 tokens, 1 out: prompt tokens/s
+    many-default    32 prompts of 64 tokens, 96 out: output tokens/s once all have begun
 
 ``--model gemma-3-270m`` compares on that model instead (its terms must have been accepted: ``pagefold models get``), of
 which OpenVINO is given no form: on one with sliding windows.
@@ -64,8 +66,8 @@ PEERS = HERE.parent / ".peers"
 MODEL = "smollm2-135m"
 NUM_TOKEN_IDS = 49_152
 OURS = "pagefold"
-BFLOAT16, INT8 = "pagefold-bf16", "pagefold-int8"
-ALL_OURS = (OURS, BFLOAT16, INT8)
+BFLOAT16, INT8, GGUF = "pagefold-bf16", "pagefold-int8", "pagefold-gguf"
+ALL_OURS = (OURS, BFLOAT16, INT8, GGUF)
 # Engines with float32 weights and KV compute the same model, up to rounding, or are set up wrongly.
 EXACT, ASKED_AGREEMENT = ("vllm", "openvino", "transformers"), 0.95
 
@@ -260,6 +262,17 @@ def prefill(engine: Engine, rng: random.Random, is_short: bool) -> Figures:  # n
     return {"prefill": sum(map(len, prompts)) / engine.ask(prompts, 1).seconds}
 
 
+def first(engine: Engine, rng: random.Random, is_short: bool) -> Figures:  # noqa: FBT001
+    """A prompt of 512 tokens, alone; the median of five."""
+    seconds = [engine.ask([tokens(rng, 512)], 1).seconds for _ in range(1 if is_short else 5)]
+    return {"first": 512 / statistics.median(seconds)}
+
+
+def many(engine: Engine, rng: random.Random, is_short: bool) -> Figures:  # noqa: FBT001
+    """32 short prompts."""
+    return {"many": engine.ask([tokens(rng, 64) for _ in range(32)], 4 if is_short else 96).decode_rate}
+
+
 def one(engine: Engine, rng: random.Random, is_short: bool) -> Figures:  # noqa: FBT001
     """One request."""
     return {"one": engine.ask([tokens(rng, 512)], 8 if is_short else 128).decode_rate}
@@ -367,13 +380,31 @@ WORKLOADS: dict[str, Workload] = {
         "default",
         renamed(prefill, DEFAULTS),
         {"prefill, defaults": "prompt tokens/s"},
-        {"prefill, defaults": {BFLOAT16: {"vllm": 1.0}, INT8: {"vllm": 1.2, "openvino": 1.1}}},
+        {
+            "prefill, defaults": {
+                BFLOAT16: {"vllm": 1.0},
+                INT8: {"vllm": 1.2, "openvino": 1.1},
+                GGUF: {"llamacpp": 3.0},
+            }
+        },
+    ),
+    "first-default": Workload(
+        "default",
+        renamed(first, DEFAULTS),
+        {"first, defaults": "prompt tokens/s"},
+        {"first, defaults": {GGUF: {"llamacpp": 1.5}}},
+    ),
+    "many-default": Workload(
+        "default",
+        renamed(many, DEFAULTS),
+        {"many, defaults": RATE},
+        {"many, defaults": {GGUF: {"llamacpp": 3.0}}},
     ),
     "one-default": Workload(
         "default",
         renamed(one, DEFAULTS),
         {"one, defaults": RATE},
-        {"one, defaults": {BFLOAT16: {"vllm": 1.5, "openvino": 1.4}}},
+        {"one, defaults": {BFLOAT16: {"vllm": 1.5, "openvino": 1.4}, GGUF: {"llamacpp": 1.5}}},
     ),
     "long-default": Workload(
         "default",

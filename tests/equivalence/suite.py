@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
     from equivalence.references import References
     from pagefold.config import AttentionBackend, Dtype
-    from pagefold.config.engine_config import Admission, SchedulingPolicyName
+    from pagefold.config.engine_config import Admission, QuantizationName, SchedulingPolicyName
     from pagefold.engine.engine import Engine
     from pagefold.engine.outputs import OutputDelta
     from pagefold.events import Emit, Event
@@ -135,7 +135,7 @@ class Setting:
     eviction_policy: str = "lru"
     attention_backend: AttentionBackend = "reference"
     dtype: Dtype = "float64"
-    quantization: Literal["int8", "w8a8_int8"] | None = None
+    quantization: QuantizationName | None = None
     streaming_llm: int | None = None
     streaming_llm_sinks: int = 4
     arrivals: Literal["together", "alone", "trickle"] = "together"

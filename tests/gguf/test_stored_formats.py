@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from equivalence.alone import AloneOutputs
+from equivalence.rounded_rows import assert_near_the_twin, twin_of
 from equivalence.settings import deal
 from equivalence.suite import Trial
 from equivalence.test_fused import ALL_SETTINGS, SHORT, _engine, _plan
@@ -20,10 +21,13 @@ from equivalence.tiny_models import VOCAB_SIZE
 from gguf_models import FAMILIES, GgufPair, write_model, write_pair
 from transformers import AutoModelForCausalLM
 
+from pagefold.cli.planned_model import planned_model
 from pagefold.config import EngineConfig
 from pagefold.engine.planning import plan_engine
 from pagefold.hub import CATALOG, resolve
 from pagefold.kernels.block_rounding import round_to_blocks
+from pagefold.plan import Device, PlanSettings
+from pagefold.plan.memory import plan_memory
 from pagefold.runner.fused.weights import pack_model, packed_bytes
 
 if TYPE_CHECKING:
@@ -31,32 +35,6 @@ if TYPE_CHECKING:
 
 FUSED = [family for family in FAMILIES if not family.startswith("phi3")]
 QUICK = ("llama", "gemma3")
-GROUP = 32
-
-
-class RoundedRows(torch.nn.Module):
-    """A linear layer whose rows are rounded to 8 bit in groups of 32, by the largest of each."""
-
-    def __init__(self, linear: torch.nn.Linear) -> None:
-        super().__init__()
-        self.weight, self.bias = linear.weight, linear.bias
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        groups = x.float().unflatten(-1, (-1, GROUP))
-        scales = groups.abs().amax(-1, keepdim=True) / 127
-        codes = (groups / scales.clamp_min(torch.finfo(torch.float32).tiny)).round()
-        rounded = (codes * scales).flatten(-2).double()
-        return torch.nn.functional.linear(rounded, self.weight, self.bias)
-
-
-def twin_of(folder: Path, *, is_stored=lambda _name: True):
-    """The model in float64, rows rounded before the products of matrices that are stored quantized."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
-    for name, module in list(model.named_modules()):
-        if isinstance(module, torch.nn.Linear) and is_stored(f"{name}.weight"):
-            parent, _, own = name.rpartition(".")
-            setattr(model.get_submodule(parent), own, RoundedRows(module))
-    return model.eval()
 
 
 @pytest.fixture(scope="module")
@@ -88,40 +66,6 @@ def k_pair(tmp_path_factory) -> GgufPair:
 def folder(pair, tmp_path_factory):
     cache = tmp_path_factory.mktemp("cache")
     return lambda family: resolve(str(pair(family).path), cache)
-
-
-def stored_names(folder: Path) -> set[str]:
-    """The tensors that are computed with as they are stored: no others are."""
-    blueprint = plan_engine(EngineConfig(model=str(folder), kv_cache_memory_bytes=2**24, dtype="float32"))
-    assert blueprint.is_fused
-    return {
-        tensor.name
-        for matrix in _matrices(blueprint)
-        for part in matrix.parts
-        for tensor in part.tensors
-        if tensor.name in blueprint.formats.stored and part.form == blueprint.formats.stored[tensor.name]
-    }
-
-
-def _matrices(blueprint):
-    from pagefold.runner.fused.matrices import layers_of, vocabulary_of
-
-    head, _ = vocabulary_of(blueprint.spec.fused, blueprint.formats, head="lm_head.weight", embedding=None)
-    return [*(matrix for layer in layers_of(blueprint.spec.fused, blueprint.formats) for matrix in layer), head]
-
-
-def assert_near_the_twin(folder: Path, reference: Path) -> None:
-    ids = [Random(5).randrange(VOCAB_SIZE) for _ in range(200)]
-    stored = stored_names(folder)
-    assert stored
-    exact = AutoModelForCausalLM.from_pretrained(reference, dtype=torch.float64).eval()
-    with torch.inference_mode():
-        expected, rounded = (
-            model(torch.tensor([ids])).logits[0] for model in (exact, twin_of(reference, is_stored=stored.__contains__))
-        )
-    ours = _forced(_engine(folder).runner, ids)
-    apart = Nearness.of(ours, expected).square
-    assert 0 < Nearness.of(ours, rounded).square < 0.02 * apart, "rows are rounded, and nothing else is"
 
 
 @pytest.mark.parametrize(
@@ -201,6 +145,28 @@ def test_a_real_file_takes_no_more_than_it_has(smollm2_file, tmp_path):
     panels = [*packed.head, *(part for layer in packed.layers for matrix in layer for part in matrix)]
     stored = sum(tensor.num_bytes for tensor in _tensors(smollm2_file) if tensor.kind.is_quantized)
     assert sum(part.nbytes for part in panels) == stored
+
+
+@pytest.mark.parametrize("family", ["llama", "llama-tied", "qwen2", "gemma3"])
+def test_what_a_file_takes_is_planned(family, folder):
+    """By the bytes of the file: what is served is more by what fills panels, and both are far from numbers."""
+    served, planned, shape = _weight_bytes(str(folder(family)))
+    assert planned <= served < 1.2 * planned
+    assert planned < 4 * shape.num_parameters
+
+
+def test_what_a_real_file_takes_is_planned_to_the_byte(smollm2_file):
+    served, planned, shape = _weight_bytes(str(smollm2_file))
+    assert planned == served < 0.75 * shape.num_parameters
+
+
+def _weight_bytes(file: str):
+    """What is served, what is planned, and of which shape."""
+    asked = {"dtype": "float32", "max_model_len": 64, "kv_cache_memory_bytes": 2**24}
+    served = plan_engine(EngineConfig(model=file, device="cpu", **asked)).capacity.weight_bytes
+    shape = planned_model(file)
+    planned = plan_memory(shape, Device(name="cpu", memory_bytes=2**31, is_cpu=True), PlanSettings(**asked))
+    return served, planned.devices[0].capacity.weight_bytes, shape
 
 
 def _tensors(file: Path):

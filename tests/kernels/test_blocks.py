@@ -95,6 +95,15 @@ def test_a_row_does_not_depend_on_its_company(kind, is_native):
         assert np.array_equal(bits_of(together[first:last]), bits_of(alone))
 
 
+@pytest.mark.parametrize("is_native", MEANS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_rows_are_no_work(kind, is_native):
+    """As the head's where no token of a step is the last that is known of its request."""
+    product_format, num_k = Blocks(KINDS[kind], is_native), 2 * KINDS[kind].numbers
+    panels = packed(product_format, random_blocks(kind, 3, num_k))
+    assert multiply(product_format, random_numbers(0, 0, num_k), panels).shape[0] == 0
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_codes_of_all_ones_and_rows_of_the_largest_numbers_do_not_overflow(kind):
     numbers = KINDS[kind].numbers

@@ -250,6 +250,16 @@ def test_a_format_that_cannot_be_had_is_refused_before_weights_are_loaded(settin
         plan_engine(EngineConfig(model=str(tiny_folder("llama")), device="cpu", quantization="w8a8_int8", **settings))
 
 
+def test_int4_of_columns_that_are_no_whole_groups_is_refused_before_weights_are_loaded(tmp_path):
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 48, "intermediate_size": 64}
+    AutoModelForCausalLM.from_config(LlamaConfig(**sizes, vocab_size=96)).save_pretrained(tmp_path)
+    odd = r"7 matrices with columns that are no multiples of 32, such as model.layers.0.self_attn.q_proj.weight of 48"
+    with pytest.raises(ConfigError, match=odd):
+        plan_engine(EngineConfig(model=str(tmp_path), device="cpu", quantization="int4", kv_quality_floor=0))
+
+
 def test_a_processor_without_the_instruction_says_so():
     for form, name in ((Pairs(is_native=False), "vdpbf16ps"), (Quads(is_native=False), "vpdpbusd")):
         assert f"{name}, which this processor lacks, and slower" in form.means

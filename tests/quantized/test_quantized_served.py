@@ -9,6 +9,7 @@ import pytest
 from equivalence.alone import AloneOutputs
 from equivalence.prompts import short_prompts
 from equivalence.references import References
+from equivalence.rounded_rows import assert_near_the_twin
 from equivalence.suite import Setting, Trial, Workload
 from quantized_folders import FORMATS, save_quantized
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 WORKLOAD = Workload(short_prompts(64), num_outputs=12).up_to(60)
 WARM = Setting(name="warm", num_rounds=2)
 GIB = 2**30
+AS_STORED = "computed with as they are stored; activations are rounded to int8 with a scale for 32 numbers"
 ROUNDED = "dequantized when they are read; activations are not rounded"
 
 
@@ -43,11 +45,29 @@ def folders(tmp_path_factory):
 
 @pytest.mark.parametrize("name", ["gptq in order of activations", "awq", "W8A8", "native fp8"])
 def test_the_fused_decoder_says_what_it_says_of_a_plain_folder(name, folders):
+    """Where codes are dequantized: what is computed with as it is stored has rows of 8 bit."""
     quantized, plain, _ = folders(name)
-    trial = Trial(replace(WARM, dtype="float32", attention_backend="auto"), WORKLOAD, quantized)
+    setting = replace(WARM, dtype="float32", attention_backend="auto", quantization="none")
+    trial = Trial(setting, WORKLOAD, quantized)
     assert trial.engine.runner.decoder.__class__.__name__ == "FusedDecoder"
     trial.run()
     trial.assert_exact(AloneOutputs(plain, WORKLOAD.num_outputs, model_impl="pagefold", threads=1))
+
+
+@pytest.mark.parametrize("name", ["gptq", "awq", "W8A8"])
+def test_stored_codes_say_in_company_what_they_say_alone(name, folders):
+    quantized = folders(name).quantized
+    trial = Trial(replace(WARM, dtype="float32", attention_backend="auto"), WORKLOAD, quantized)
+    assert trial.engine.runner.decoder.__class__.__name__ == "FusedDecoder"
+    trial.run()
+    trial.assert_exact(AloneOutputs(quantized, WORKLOAD.num_outputs, model_impl="pagefold", threads=1))
+
+
+@pytest.mark.parametrize("name", ["gptq", "awq", "W8A8"])
+def test_with_stored_codes_only_rows_are_rounded(name, folders):
+    """A twin in float64 rounds rows before the products of those matrices, and nothing else."""
+    quantized, plain, _ = folders(name)
+    assert_near_the_twin(quantized, plain)
 
 
 def test_transformers_path_says_what_generate_says(folders):
@@ -74,8 +94,9 @@ def test_what_fits_is_what_is_planned(model_impl, name, folders, free_bytes):
     assert shape.not_served == ""
     shape = shape if model_impl == "pagefold" else replace(shape, is_fused=False)
     planned = plan_memory(shape, cpu, PlanSettings(max_num_seqs=16, dtype="float32")).devices[0].capacity
-    config = EngineConfig(model=str(folder), max_num_seqs=16, dtype="float32", model_impl=model_impl)
-    blueprint = plan_engine(config)
+    asked = {"max_num_seqs": 16, "dtype": "float32", "model_impl": model_impl}
+    asked |= {"quantization": "none"} if model_impl == "pagefold" else {}
+    blueprint = plan_engine(EngineConfig(model=str(folder), **asked))
     assert blueprint.capacity == planned
     if model_impl == "pagefold":
         packed = pack_model(blueprint.spec.fused, folder, planned.max_model_len, blueprint.formats)
@@ -85,6 +106,18 @@ def test_what_fits_is_what_is_planned(model_impl, name, folders, free_bytes):
 
     model = load_model(folder, blueprint.dtype)
     assert sum(parameter.nbytes for parameter in model.parameters()) == planned.weight_bytes
+
+
+@pytest.mark.parametrize("name", ["gptq", "awq", "W8A8"])
+def test_stored_codes_take_what_was_counted_and_less_than_what_is_planned(name, folders, free_bytes):
+    """To the planner, which reads no scales, they are dequantized."""
+    folder = folders(name).quantized
+    cpu = Device(name="cpu", memory_bytes=free_bytes, is_cpu=True)
+    asked = PlanSettings(max_num_seqs=16, dtype="float32")
+    planned = plan_memory(find_model(str(folder)), cpu, asked).devices[0].capacity
+    blueprint = plan_engine(EngineConfig(model=str(folder), max_num_seqs=16, dtype="float32"))
+    packed = pack_model(blueprint.spec.fused, folder, planned.max_model_len, blueprint.formats)
+    assert packed.num_bytes == blueprint.capacity.weight_bytes < planned.weight_bytes
 
 
 def test_on_cards_codes_take_what_they_take_in_the_file(folders):
@@ -97,7 +130,13 @@ def test_on_cards_codes_take_what_they_take_in_the_file(folders):
 @pytest.mark.parametrize(
     ("name", "settings", "said"),
     [
-        ("gptq", {}, "quantized  GPTQ, 4 bit in groups of 32: dequantized when they are read"),
+        ("gptq", {}, "quantized  GPTQ, 4 bit in groups of 32: computed with as they are stored"),
+        ("gptq", {"quantization": "none"}, "quantized  GPTQ, 4 bit in groups of 32: dequantized when they are read"),
+        (
+            "W8A8",
+            {},
+            f"quantized  compressed-tensors, 8 bit in channels: {AS_STORED} (the config: int8, dynamic per token)",
+        ),
         (
             "W8A8",
             {"quantization": "int8"},

@@ -218,7 +218,8 @@ def plan(  # noqa: PLR0913 - one parameter a flag
 
     Exit code 3: it does not fit; the nearest settings that do are named. Exit code 4: it may not fit.
     """
-    from pagefold.plan import PlanSettings, Question, find_model  # noqa: PLC0415 - so that --help answers at once
+    from pagefold.cli.planned_model import planned_model  # noqa: PLC0415 - so that --help answers at once
+    from pagefold.plan import PlanSettings, Question  # noqa: PLC0415 - likewise
 
     if list_tables:
         _print_tables()
@@ -263,7 +264,7 @@ def plan(  # noqa: PLR0913 - one parameter a flag
         if price_per_hour is not None and not 0 <= price_per_hour < float("inf"):
             msg = f"price_per_hour is {price_per_hour}."
             raise ConfigError(msg, remedy="It must be a number, at least 0.")
-        shape = find_model(model)
+        shape = planned_model(model)
         workload = _workload(
             input_len=input_len,
             output_len=output_len,

@@ -107,11 +107,11 @@ def _curve(url: str, key: str | None) -> ServedCurve | None:
 
 
 def _check(log: StartLog, given: Given) -> LogCheck:
-    from pagefold.plan import find_model  # noqa: PLC0415
+    from pagefold.cli.planned_model import planned_model  # noqa: PLC0415
     from pagefold.plan.log_check import check_log, named_model, settings_of  # noqa: PLC0415
 
     settings = settings_of(log, given.settings)
-    shape = find_model(named_model(log, given.model))
+    shape = planned_model(named_model(log, given.model))
     return check_log(log, shape, given.device if given.device is not None else _device_of(log), settings)
 
 

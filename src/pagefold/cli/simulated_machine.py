@@ -85,12 +85,13 @@ def machine_of(file: Path | None, model: str | None, device: str | None, calibra
 
 
 def _planned(device: str, model: str) -> SimulatedMachine:
-    from pagefold.plan import PlanSettings, find_device, find_model  # noqa: PLC0415
+    from pagefold.cli.planned_model import planned_model  # noqa: PLC0415
+    from pagefold.plan import PlanSettings, find_device  # noqa: PLC0415
     from pagefold.plan.memory import plan_memory  # noqa: PLC0415
     from pagefold.plan.step_cost import device_step_cost  # noqa: PLC0415
     from pagefold.plan.this_machine import this_cpu  # noqa: PLC0415
 
-    shape = find_model(model)
+    shape = planned_model(model)
     found = this_cpu() if device.lower() == "cpu" else find_device(device)
     memory = plan_memory(shape, found, PlanSettings(engine="pagefold"))  # whose scheduler is simulated
     groups = memory.tightest.shard.layout.groups

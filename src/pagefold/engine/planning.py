@@ -291,7 +291,14 @@ def _check_quantization(config: EngineConfig, spec: ModelSpec, dtype: torch.dtyp
     if why_not:
         msg = f"quantization takes packed layers for {spec.folder.name}, and they do not go with {why_not}."
         raise ConfigError(msg, remedy="Leave quantization out, or change that.")
-    others = outline_of(spec.folder, spec.fingerprint, dtype).packable.others
+    packable = outline_of(spec.folder, spec.fingerprint, dtype).packable
+    odd = {name: size for name, size in packable.column_sizes().items() if size % _INT4_GROUP}
+    if config.quantization == "int4" and odd:
+        name, size = next(iter(odd.items()))
+        what = f"{len(odd)} matrices with columns that are no multiples of {_INT4_GROUP}, such as {name} of {size}"
+        msg = f"quantization is int4, and {spec.folder.name} ({spec.model_type}) has {what}."
+        raise ConfigError(msg, remedy="Use int8, w8a8_int8, or another model.")
+    others = packable.others
     if others:
         what = f"{len(others)} matrices that are not in layers which can be packed, such as {others[0]}"
         msg = f"quantization is {config.quantization}, and {spec.folder.name} ({spec.model_type}) has {what}."

@@ -18,5 +18,6 @@ def lines_of_quantized(blueprint: Blueprint) -> list[str]:
     is_as_stored = blueprint.is_fused and blueprint.config.quantization is None and blueprint.spec.stored_kinds
     computed = "computed with as they are stored" if is_as_stored else "dequantized when they are read"
     if quantization.activations:
-        computed += f"; activations are not rounded (the config: {quantization.activations})"
+        how = "rounded to int8 with a scale for 32 numbers" if is_as_stored else "not rounded"
+        computed += f"; activations are {how} (the config: {quantization.activations})"
     return [f"quantized  {quantization.name}: {computed}"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pagefold.errors import ModelNotFoundError
 from pagefold.gguf.header import GgufError, GgufHeader
@@ -13,7 +13,15 @@ from pagefold.gguf.header import GgufError, GgufHeader
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["GGUF_WEIGHTS", "find_weight_files", "num_elements", "read_header", "tensor_headers"]
+__all__ = [
+    "GGUF_WEIGHTS",
+    "QuantizedTensors",
+    "count_quantized",
+    "find_weight_files",
+    "num_elements",
+    "read_header",
+    "tensor_headers",
+]
 
 _SINGLES = ("model.safetensors", "pytorch_model.bin")
 _GGUF = ".gguf"
@@ -90,6 +98,29 @@ def num_elements(file: Path) -> int:
     if file.suffix != ".safetensors":
         return file.stat().st_size // 2
     return sum(math.prod(tensor["shape"]) for tensor in _tensors(read_header(file)))
+
+
+class QuantizedTensors(NamedTuple):
+    """The matrices of a GGUF file that are quantized.
+
+    Attributes:
+        num_elements: of all of them.
+        num_bytes: that they take in the file.
+    """
+
+    num_elements: int
+    num_bytes: int
+
+
+def count_quantized(file: Path) -> QuantizedTensors:
+    """Return how much of a GGUF file's weights is quantized matrices.
+
+    Raises:
+        ModelNotFoundError: it is not whole.
+    """
+    with _opened(file) as gguf:
+        found = [one for one in gguf.tensors.values() if one.kind.is_quantized and len(one.shape) == 2]  # noqa: PLR2004
+        return QuantizedTensors(sum(math.prod(one.shape) for one in found), sum(one.num_bytes for one in found))
 
 
 def tensor_headers(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:

@@ -79,12 +79,13 @@ class Pass(NamedTuple):
 
 @contextmanager
 def in_passes(builder: ir.IRBuilder, num_steps: ir.Value, most: int) -> Iterator[Pass]:
-    """Emit a loop over a panel, in passes as even as can be and of ``most`` steps at most.
+    """Emit a loop over a panel, in passes as even as can be and of ``most`` steps at most; of no steps no pass.
 
     Short sums, added up, round less than a long one.
     """
     num_passes = builder.sdiv(builder.add(num_steps, I64(most - 1)), I64(most))
-    length = builder.sdiv(builder.sub(builder.add(num_steps, num_passes), I64(1)), num_passes)
+    divisor = builder.select(builder.icmp_signed(">", num_passes, I64(0)), num_passes, I64(1))
+    length = builder.sdiv(builder.sub(builder.add(num_steps, num_passes), I64(1)), divisor)
     with cgutils.for_range(builder, num_passes, intp=I64) as loop:
         first = builder.mul(loop.index, length)
         left = builder.sub(num_steps, first)

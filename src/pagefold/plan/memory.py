@@ -15,7 +15,7 @@ from pagefold.plan.parallel import Shard, check_parallel, shards_of
 from pagefold.plan.reserve import CONTEXT_BYTES, Profiling, Reserve, Step
 from pagefold.plan.settings import DTYPES
 from pagefold.plan.span import Span
-from pagefold.plan.weights import WeightDtype, find_weight_dtype, stored_dtype
+from pagefold.plan.weights import WeightDtype, as_in_file, find_weight_dtype, stored_dtype
 
 if TYPE_CHECKING:
     from pagefold.kv import CacheLayout, Codec
@@ -418,6 +418,8 @@ def _dtypes(shape: ModelShape, device: Device, settings: PlanSettings) -> tuple[
         dtype = _natural_dtype(shape, device, settings)
     if settings.weight_dtype != "auto":
         return dtype, find_weight_dtype(settings.weight_dtype)
+    if shape.blocks is not None and device.is_cpu and dtype in _FUSED_DTYPES and _is_fused(shape, settings):
+        return dtype, as_in_file(shape.blocks, shape.num_parameters, find_weight_dtype(DTYPES[dtype]))
     if shape.quantization and not device.is_cpu:
         return dtype, stored_dtype(shape.quantization)
     return dtype, find_weight_dtype(DTYPES[dtype])

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from pagefold.memory.capacity import human_bytes
 from pagefold.plan.ledger import bar_legend, entries_of, ledger_bar
 from pagefold.plan.memory import tokens_in
+from pagefold.plan.weights import AS_IN_FILE
 
 if TYPE_CHECKING:
     from pagefold.kv import CacheLayout, Codec, LayerKV
@@ -275,6 +276,8 @@ def notes(plan: Plan) -> list[str]:
 def _quantized_note(plan: Plan) -> str:
     """Say which weights are counted in fewer bits."""
     shape, stored = plan.question.shape, plan.memory.weight_dtype
+    if stored.name == AS_IN_FILE:
+        return f"Quantized matrices lie as the GGUF file has them: {float(stored.bits):.2f} bits a weight, all counted."
     if plan.memory.keeps_all_alike:
         kept = shape.embedding_parameters + shape.head_parameters
         more = human_bytes(int(kept * (16 - stored.bits) / 8))

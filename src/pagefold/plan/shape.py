@@ -13,6 +13,7 @@ from pagefold.plan.quantized import NOTHING_QUANTIZED, Quantized
 if TYPE_CHECKING:
     from collections.abc import Collection
 
+    from pagefold.files.weights import QuantizedTensors
     from pagefold.kv import CacheLayout, Codec, LayerKV
     from pagefold.plan.vision import Vision
 
@@ -94,6 +95,7 @@ class ModelShape:
         rope_elements: of the tables of ropes that other engines keep.
         vision: the tower that it sees with; None for a model of text.
         has_quantized_head: whether a quantized checkpoint quantizes its output layer too.
+        blocks: of a GGUF file the quantized matrices, which our own server's fused decoder computes with as they are.
     """
 
     name: str
@@ -120,6 +122,7 @@ class ModelShape:
     rope_elements: int = 0
     vision: Vision | None = None
     has_quantized_head: bool = False
+    blocks: QuantizedTensors | None = None
 
     @cached_property
     def counted_parameters(self) -> int:

@@ -7,14 +7,16 @@ from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pagefold.errors import ConfigError, ModelNotFoundError
 from pagefold.plan.config_json import read_config_file, shape_of
 from pagefold.plan.nearest import nearest_names
-from pagefold.plan.shape import ModelShape
 from pagefold.plan.span import GIB
-from pagefold.plan.weights import count_parameters
+from pagefold.plan.weights import count_blocks, count_parameters
+
+if TYPE_CHECKING:
+    from pagefold.plan.shape import ModelShape
 
 __all__ = ["Device", "device_names", "find_device", "find_model", "model_names"]
 
@@ -110,13 +112,7 @@ def _model_of(path: Path) -> ModelShape:
     shape = shape_of(read_config_file(file), name=str(path), source=str(file))
     if not path.is_dir():
         return shape
-    counted = count_parameters(folder)
-    return shape if counted is None else _with_exact(shape, counted)
-
-
-def _with_exact(shape: ModelShape, num_parameters: int) -> ModelShape:
-    fields = {name: getattr(shape, name) for name in ModelShape.__dataclass_fields__}
-    return ModelShape(**(fields | {"exact_parameters": num_parameters}))
+    return replace(shape, exact_parameters=count_parameters(folder), blocks=count_blocks(folder))
 
 
 def find_device(name: str) -> Device:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from pagefold.plan.floors import Floor, decode_operations, prefill_operations, share_of_touched_experts
+from pagefold.plan.weights import AS_IN_FILE
 
 if TYPE_CHECKING:
     from pagefold.plan.memory import Memory
@@ -119,7 +120,7 @@ def peaks(device: Device, memory: Memory) -> tuple[float | None, float | None]:
     name = memory.weight_dtype.name
     widens = device.is_cpu and name == "int8"  # our own decoder multiplies such weights as float32
     flops = device.flops_16
-    if name in {"fp8", "int8", "w8a8_int8"} and not widens:
+    if name in {"fp8", "int8", "w8a8_int8", AS_IN_FILE} and not widens:
         flops = device.flops_8 or flops
     elif memory.dtype in {"float32", "float64"} or widens:
         flops = device.flops_32 or flops

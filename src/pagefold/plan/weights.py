@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from pagefold.errors import ConfigError, UnsupportedModelError
 from pagefold.files.json_object import read_json_object
-from pagefold.files.weights import find_weight_files, num_elements, tensor_headers
+from pagefold.files.weights import count_quantized, find_weight_files, num_elements, tensor_headers
 from pagefold.plan.nearest import nearest_names
 from pagefold.quantized import Part, count_elements, read_quantization
 
@@ -19,9 +19,22 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-__all__ = ["WEIGHT_DTYPES", "WeightDtype", "count_parameters", "find_weight_dtype", "stored_dtype"]
+    from pagefold.files.weights import QuantizedTensors
+
+__all__ = [
+    "AS_IN_FILE",
+    "WEIGHT_DTYPES",
+    "WeightDtype",
+    "as_in_file",
+    "count_blocks",
+    "count_parameters",
+    "find_weight_dtype",
+    "stored_dtype",
+]
 
 
+AS_IN_FILE = "the file's own kinds"
+"""The weight dtype of what is computed with as a GGUF file has it."""
 _KEPT_BITS = 16
 """Of what a quantized checkpoint leaves as it was."""
 
@@ -110,6 +123,28 @@ def stored_dtype(quantization: str) -> WeightDtype:
         message = f"The weights are stored by {quantization!r}, of which it is not known how many bits that is."
         raise ConfigError(message, remedy=f"Give --weight-dtype: one of {', '.join(WEIGHT_DTYPES)}.")
     return WEIGHT_DTYPES[quantization]
+
+
+def as_in_file(blocks: QuantizedTensors, num_parameters: int, others: WeightDtype) -> WeightDtype:
+    """Return the weight dtype of a GGUF file that is computed with as it is.
+
+    Args:
+        blocks: its quantized matrices.
+        num_parameters: of all weights.
+        others: in which all else is.
+    """
+    bits = 8 * blocks.num_bytes + (num_parameters - blocks.num_elements) * others.bits
+    return WeightDtype(AS_IN_FILE, Fraction(bits) / num_parameters)
+
+
+def count_blocks(folder: Path) -> QuantizedTensors | None:
+    """Return how much of a folder's weights is a GGUF file's quantized matrices; None where they are no such file.
+
+    Raises:
+        ModelNotFoundError: the file is not there, or not whole.
+    """
+    files = find_weight_files(folder)
+    return count_quantized(files[0]) if files and files[0].suffix == ".gguf" else None
 
 
 def count_parameters(folder: Path) -> int | None:

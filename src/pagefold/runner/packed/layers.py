@@ -53,6 +53,13 @@ class Packable:
     embeddings: dict[str, str] = field(default_factory=dict)
     others: list[str] = field(default_factory=list)
 
+    def column_sizes(self) -> dict[str, int]:
+        """Return how many numbers a column of each matrix has, by its name."""
+        sizes = {f"{name}.weight": linear.in_features for name, linear in self.linears.items()}
+        for name, module in self.experts.items():
+            sizes |= {f"{name}.{one}": _shape_of_experts(module, one)[2] for one in expert_matrices(module)}
+        return sizes
+
     def num_bytes(self, model: torch.nn.Module, format_of: Callable[[str], ProductFormat]) -> int:
         """Return the bytes of the weights of ``model`` once all that is packed, to the byte.
 
@@ -68,10 +75,8 @@ class Packable:
         for name, module in self.experts.items():
             product_format = _format_of_experts(name, format_of)
             for matrices in expert_matrices(module):
-                weight = getattr(module, matrices)
-                gone.add(id(weight))
-                num, rows, columns = weight.shape
-                rows, columns = (columns, rows) if module.is_transposed else (rows, columns)
+                gone.add(id(getattr(module, matrices)))
+                num, rows, columns = _shape_of_experts(module, matrices)
                 num_bytes += num * num_panels(rows) * product_format.panel_bytes(columns)
         kept = {id(module.weight) for _, module in _embeddings(model) if not _is_plain(module)}
         stays = (one for one in model.parameters() if id(one) not in gone or id(one) in kept)
@@ -157,12 +162,17 @@ def _format_of_experts(name: str, format_of: Callable[[str], ProductFormat]) -> 
 
 def _packed_experts(module: torch.nn.Module, name: str, product_format: ProductFormat) -> NDArray[np.uint8]:
     """Return the panels of all experts of a module, ``[experts, P, bytes of a panel]``; one is packed at a time."""
-    num, rows, columns = getattr(module, name).shape
-    rows, columns = (columns, rows) if module.is_transposed else (rows, columns)
+    num, rows, columns = _shape_of_experts(module, name)
     panels = np.zeros((num, num_panels(rows), product_format.panel_bytes(columns)), np.uint8)
     for matrix, into in zip(matrices_of(module, name), panels, strict=True):
         product_format.pack(matrix.detach().float().contiguous().numpy(), into)
     return panels
+
+
+def _shape_of_experts(module: Any, name: str) -> tuple[int, int, int]:  # noqa: ANN401 - likewise
+    """Return how many matrices experts have under a name, and the rows and columns of each."""
+    num, rows, columns = getattr(module, name).shape
+    return (num, columns, rows) if module.is_transposed else (num, rows, columns)
 
 
 def _packs(name: str, module: torch.nn.Module, dtype: torch.dtype) -> bool:
