@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from random import Random
+from statistics import median
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,9 +13,12 @@ from equivalence.test_fused import _engine
 from equivalence.test_number_formats import Nearness, _forced
 from pagefold.config import EngineConfig
 from pagefold.engine.planning import plan_engine
+from pagefold.runner.fused.formats import EMBEDDING, HEAD
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from pagefold.runner.torch_runner import TorchRunner
 
 GROUP = 32
 
@@ -48,31 +52,44 @@ def stored_names(folder: Path) -> set[str]:
     """The tensors that are computed with as they are stored: no others are."""
     blueprint = plan_engine(EngineConfig(model=str(folder), kv_cache_memory_bytes=2**24, dtype="float32"))
     assert blueprint.is_fused
-    return {
+    names = {
         tensor.name
         for matrix in _matrices(blueprint)
         for part in matrix.parts
         for tensor in part.tensors
         if tensor.name in blueprint.formats.stored and part.form == blueprint.formats.stored[tensor.name]
     }
+    return names | ({HEAD} if blueprint.spec.fused.is_tied and EMBEDDING in names else set())
 
 
 def _matrices(blueprint):
     from pagefold.runner.fused.matrices import layers_of, vocabulary_of
 
-    head, _ = vocabulary_of(blueprint.spec.fused, blueprint.formats, head="lm_head.weight", embedding=None)
+    name = EMBEDDING if blueprint.spec.fused.is_tied else HEAD
+    head, _ = vocabulary_of(blueprint.spec.fused, blueprint.formats, head=name, embedding=None)
     return [*(matrix for layer in layers_of(blueprint.spec.fused, blueprint.formats) for matrix in layer), head]
 
 
 def assert_near_the_twin(folder: Path, reference: Path) -> None:
-    exact = AutoModelForCausalLM.from_pretrained(reference, dtype=torch.float64).eval()
-    ids = [Random(5).randrange(exact.config.vocab_size) for _ in range(200)]
+    """What is said of a folder is the model of ``reference``, but that rows are rounded."""
     stored = stored_names(folder)
     assert stored
-    with torch.inference_mode():
-        expected, rounded = (
-            model(torch.tensor([ids])).logits[0] for model in (exact, twin_of(reference, is_stored=stored.__contains__))
-        )
-    ours = _forced(_engine(folder).runner, ids)
-    apart = Nearness.of(ours, expected).square
-    assert 0 < Nearness.of(ours, rounded).square < 0.02 * apart, "rows are rounded, and nothing else is"
+    exact = AutoModelForCausalLM.from_pretrained(reference, dtype=torch.float64).eval()
+    assert_near(_engine(folder).runner, twin_of(reference, is_stored=stored.__contains__), exact)
+
+
+def assert_near(runner: TorchRunner, twin: torch.nn.Module, exact: torch.nn.Module) -> None:
+    """Most prompts come out as the twin has them.
+
+    Now and then a number lies so near the middle of two codes that float32 takes the other one: then that prompt is as
+    far from the twin as rounding is from the exact model, and a long one meets such a number soon.
+    """
+    random, ratios = Random(5), []
+    for length in range(2, 26):
+        ids = [random.randrange(exact.config.vocab_size) for _ in range(length)]
+        with torch.inference_mode():
+            expected, rounded = (model(torch.tensor([ids])).logits[0] for model in (exact, twin))
+        ours = _forced(runner, ids)
+        ratios.append(Nearness.of(ours, rounded).square / Nearness.of(ours, expected).square)
+    assert median(ratios) < 1e-4, "rows are rounded, and nothing else is"
+    assert max(ratios) < 4

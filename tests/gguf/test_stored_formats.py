@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from equivalence.alone import AloneOutputs
-from equivalence.rounded_rows import assert_near_the_twin, twin_of
+from equivalence.rounded_rows import assert_near, assert_near_the_twin, twin_of
 from equivalence.settings import deal
 from equivalence.suite import Trial
 from equivalence.test_fused import ALL_SETTINGS, SHORT, _engine, _plan
-from equivalence.test_number_formats import Nearness, _forced
-from equivalence.tiny_models import VOCAB_SIZE
+from equivalence.tiny_models import VOCAB_SIZE, save_tiny_model
 from gguf_models import FAMILIES, GgufPair, write_model, write_pair
 from transformers import AutoModelForCausalLM
 
@@ -80,12 +79,12 @@ def test_only_rows_are_rounded_of_k_kinds(k_pair, tmp_path):
     assert_near_the_twin(folder, k_pair.folder)
 
 
-def test_int4_is_the_model_of_rounded_weights(tiny_folder, tmp_path):
+def test_int4_is_the_model_of_rounded_weights(tmp_path):
     """Of matrices in Q4_1, and of the head in Q8_0: rounded by the same code, dequantized by GGUF's own library."""
     from gguf import GGMLQuantizationType, dequantize
 
-    ids = [Random(5).randrange(VOCAB_SIZE) for _ in range(200)]
-    model = AutoModelForCausalLM.from_pretrained(tiny_folder("llama"), dtype=torch.float32)
+    folder = save_tiny_model("llama", tmp_path / "exact")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 2:
@@ -93,12 +92,9 @@ def test_int4_is_the_model_of_rounded_weights(tiny_folder, tmp_path):
                 blocks = round_to_blocks(own, parameter.numpy(), "search")
                 parameter.copy_(torch.from_numpy(dequantize(blocks, GGMLQuantizationType[own])))
     model.save_pretrained(tmp_path / "rounded")
-    with torch.inference_mode():
-        rounded = twin_of(tmp_path / "rounded")(torch.tensor([ids])).logits[0]
-        exact = AutoModelForCausalLM.from_pretrained(tiny_folder("llama"), dtype=torch.float64)
-        expected = exact(torch.tensor([ids])).logits[0]
-    ours = _forced(_engine(tiny_folder("llama"), quantization="int4", kv_quality_floor=0).runner, ids)
-    assert 0 < Nearness.of(ours, rounded).square < 0.02 * Nearness.of(ours, expected).square
+    exact = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    runner = _engine(folder, quantization="int4", kv_quality_floor=0).runner
+    assert_near(runner, twin_of(tmp_path / "rounded"), exact)
 
 
 @pytest.mark.parametrize("family", ["llama", "k"])
@@ -151,7 +147,7 @@ def test_a_real_file_takes_no_more_than_it_has(smollm2_file, tmp_path):
 def test_what_a_file_takes_is_planned(family, folder):
     """By the bytes of the file: what is served is more by what fills panels, and both are far from numbers."""
     served, planned, shape = _weight_bytes(str(folder(family)))
-    assert planned <= served < 1.2 * planned
+    assert planned <= served < 1.3 * planned
     assert planned < 4 * shape.num_parameters
 
 
