@@ -33,6 +33,9 @@ $(STAMP): pyproject.toml constraints.txt
 	@# The card's kernels are tested in Triton's interpreter, and compiled for cards, without one. A torch with CUDA has
 	@# brought a Triton of its own, which is left alone.
 	@$(BIN)/python -c "import triton" 2>/dev/null || $(PIP) install --no-deps triton==3.6.0
+	@# So that the first start has nothing to compile. Whatever is in its way, a start says it better.
+	@echo "compiling kernels for this processor (a minute) ..."
+	@-$(BIN)/python -c "from pagefold import LLM; LLM('smollm2-135m:Q4_1', max_model_len=256, kv_cache_memory_bytes=2**26)"
 	@touch $(STAMP)
 
 serve: setup ## serve MODEL on 127.0.0.1:8000; flags in ARGS

@@ -9,6 +9,8 @@ Kullback and Leibler's, of float32's distribution from the format's, over the wh
     int8                 int8 weights, multiplied as float32
     w8a8_int8            weights and what is multiplied with them in int8; KV in float32
     w8a8_int8, bfloat16  the same, and KV in bfloat16
+    as in the file       the 4-bit file that the weights came from (Q4_1), computed with as it is
+    int4                 its numbers rounded to Q4_1 anew, by which these lose nothing: the rows' rounding again
 
 The texts are fetched once, 9 MB: ``make texts``; ``--text`` reads a file instead. Formats that the processor has no
 instruction for are computed by others, to the same bits.
@@ -28,14 +30,16 @@ from rich.progress import Progress
 if TYPE_CHECKING:
     from pagefold.quality.result import SettingResult
 
-MODEL = "smollm2-135m"
+MODEL = "smollm2-135m:Q4_1"
 SETTINGS = {
     "bfloat16": {"dtype": "bfloat16"},
     "int8": {"quantization": "int8"},
     "w8a8_int8": {"quantization": "w8a8_int8"},
     "w8a8_int8, bfloat16": {"quantization": "w8a8_int8", "dtype": "bfloat16"},
+    "as in the file": {"quantization": None},
+    "int4": {"quantization": "int4"},
 }
-ASKED = {"bfloat16": 1.001, "w8a8_int8": 1.008, "w8a8_int8, bfloat16": 1.008}
+ASKED = {"bfloat16": 1.001, "w8a8_int8": 1.008, "w8a8_int8, bfloat16": 1.008, "as in the file": 1.002}
 
 
 def rows_of(one: SettingResult) -> list[Row]:
@@ -89,7 +93,7 @@ def main() -> None:
     with Progress(console=Console(stderr=True), transient=True) as shown:
         task = shown.add_task("")
         found = evaluate(
-            EngineConfig(model=MODEL, dtype="float32"),
+            EngineConfig(model=MODEL, dtype="float32", quantization="none"),
             question,
             progress=lambda what, done, total: shown.update(task, description=what, completed=done, total=total),
         )

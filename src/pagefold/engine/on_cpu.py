@@ -86,7 +86,7 @@ class OnCpu:
             lines.append(f"computes   {products.name}, by {products.means}")
             if stored:
                 kinds = Counter(form.name for form in stored.values())
-                told = ", ".join(f"{num} tensors in {name}" for name, num in sorted(kinds.items()))
+                told = ", ".join(f"{num} tensor{'s' * (num > 1)} in {name}" for name, num in sorted(kinds.items()))
                 lines[-1] += f"; {told}, by {next(iter(stored.values())).means}"
             if blueprint.computes_pairs and blueprint.geometry.codec is None and others != products:
                 lines[-1] += f"; attention in {others.name}, by {others.means}"
