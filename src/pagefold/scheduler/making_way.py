@@ -10,7 +10,8 @@ has most beside its weight, as long as that one has no less than the head's tena
   or left; and each request makes way twice at most, and is then spared.
 - Nobody goes in vain: all that the head lacks must be found, room for the growth of those that stay included.
 - Who has no more blocks than its floor (``kv/quotas.py``) makes no way for memory, and nobody does for a request that
-  waits for room below its own tenant's cap: the first behind it is the head then.
+  waits for room below its own tenant's cap: the first behind it is the head then. What is given is the head's: whom it
+  has passed is passed in all of the step, though one of its tenant's made way and left it room.
 
 A step has one more thing to share, its tokens. Running requests have theirs first, and a few long prompts would take
 all of them. So who is behind the head of the queue in order leaves it what it needs, if it can be let in at all.
@@ -105,8 +106,9 @@ class MakingWay:
         """See :class:`AnyMakingWay`."""
         self._step_id = step.plan.step_id
         victims = self._victims()
-        head = self._first() if victims else None
+        head, passed = self._first_and_passed() if victims else (None, set())
         if head is not None:
+            step.capped |= passed
             for victim in victims:
                 self._shares.made_way(victim, head)
                 self._queues.take_out(victim)
@@ -145,16 +147,19 @@ class MakingWay:
 
     def _first(self) -> Request | None:
         """Return the first of the queue that does not wait for room below its tenant's cap; None where all do."""
-        waiting = self._queues.waiting
-        if not self._core.quotas.is_on or not waiting or not self._relief.is_at_cap(waiting[0]):
-            return waiting[0] if waiting else None
-        capped = {waiting[0].tenant}
-        for other in waiting:
-            if other.tenant not in capped:
-                if not self._relief.is_at_cap(other):
-                    return other
-                capped.add(other.tenant)
-        return None
+        return self._first_and_passed()[0]
+
+    def _first_and_passed(self) -> tuple[Request | None, set[str]]:
+        """Return the first that does not wait for room below its tenant's cap, and whose requests it has passed."""
+        waiting, passed = self._queues.waiting, set[str]()
+        if not self._core.quotas.is_on:
+            return (waiting[0] if waiting else None), passed
+        for request in waiting:
+            if request.tenant not in passed:
+                if not self._relief.is_at_cap(request):
+                    return request, passed
+                passed.add(request.tenant)
+        return None, passed
 
     def _has_place(self, head: _Head) -> bool:
         """Whether the head of the queue may begin beside the prompts that are partly computed now."""
