@@ -6,6 +6,7 @@ import contextlib
 import signal
 import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pagefold.adapters import LoRARequest
@@ -15,14 +16,13 @@ from pagefold.engine.build import build_engine
 from pagefold.engine.outputs import CompletionOutput, RequestOutput
 from pagefold.engine.planning import plan_engine
 from pagefold.engine.status import EngineStatus
-from pagefold.errors import ConfigError, InvalidRequestError
+from pagefold.errors import AdapterError, ConfigError, InvalidRequestError
 from pagefold.events import ignore
 from pagefold.request import Caller
 from pagefold.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
-    from pathlib import Path
     from typing import TypeAlias
 
     from prometheus_client.metrics_core import Metric
@@ -200,12 +200,18 @@ class LLM:
             msg = f"{len(each)} lora_requests for {num_prompts} prompts."
             raise InvalidRequestError(msg, param="lora_request", remedy="Give one, or one for each prompt.")
         for one in dict.fromkeys(each):
-            if isinstance(one, LoRARequest) and one.lora_path and not self._is_loaded(one):
-                self.engine.load_adapter(one.lora_name, one.lora_path)
+            if isinstance(one, LoRARequest) and one.lora_path:
+                self._load(one.lora_name, one.lora_path)
         return ["" if one is None else one if isinstance(one, str) else one.lora_name for one in each]
 
-    def _is_loaded(self, one: LoRARequest) -> bool:
-        return any(loaded.name == one.lora_name for loaded in self.engine.adapters.loaded)
+    def _load(self, name: str, path: str) -> None:
+        """Load an adapter, if it is not."""
+        loaded = next((one for one in self.engine.adapters.loaded if one.name == name), None)
+        if loaded is None:
+            self.engine.load_adapter(name, path)
+        elif Path(loaded.path) != Path(path):
+            msg = f"The lora adapter {name!r} is that of {loaded.path}, and {path} is another folder."
+            raise AdapterError(msg, remedy="Name it otherwise, or make another LLM.")
 
     def _status(self) -> EngineStatus:
         engine = self.engine

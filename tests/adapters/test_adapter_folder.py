@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import struct
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,9 +17,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from adapters.written import modules_of, scale_of, write_adapter
-from pagefold.adapters import AdapterWeights, BaseShapes, read_adapter_folder, shapes_in_header
+from pagefold.adapters import AdapterWeights, BaseShapes, base_shapes, read_adapter_folder
 from pagefold.adapters.modules import Place, place_of
 from pagefold.errors import AdapterError, AdapterNotFoundError
+from pagefold.runner.fused.checkpoint import Checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +30,7 @@ def base(tmp_path_factory):
 
 @pytest.fixture
 def shapes(base):
-    return shapes_in_header(base)
+    return base_shapes(base.name, Checkpoint(base).shapes())
 
 
 def _config(folder, **fields):
@@ -59,7 +61,7 @@ def test_parts_have_the_ranks_scales_and_numbers_of_the_files(dtype, base, shape
     config["alpha_pattern"] = {end.replace("\\", ""): alpha for end, alpha in alphas.items()}
     tensors = load_file(folder / "adapter_model.safetensors")
     assert adapter.dtype == dtype
-    assert adapter.rank == 7
+    assert max(part.rank for part in adapter.parts) == 7
     assert len(adapter.parts) == len(modules_of(base))
     assert adapter.num_bytes == sum(tensor.nbytes for tensor in tensors.values())
     weights = AdapterWeights(adapter)
@@ -162,7 +164,7 @@ def test_adapters_of_another_base_are_refused(base, shapes, tmp_path):
 
 def test_ranks_above_the_limit_are_refused(base, shapes, tmp_path):
     folder = write_adapter(tmp_path / "a", base, rank=8)
-    assert read_adapter_folder(folder, shapes, 8).rank == 8
+    assert read_adapter_folder(folder, shapes, 8).parts[0].rank == 8
     with pytest.raises(AdapterError, match=r"rank 8 .* max_lora_rank is 7") as refused:
         read_adapter_folder(folder, shapes, 7)
     assert "--max-lora-rank 8" in refused.value.remedy
@@ -213,6 +215,8 @@ def _header(tensors, *, length=None):
         _header({"a": {"dtype": "F32", "shape": [4], "data_offsets": [16, 32]}}) + bytes(32),
         _header({name: {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]} for name in "ab"}) + bytes(16),
         _header({"a": {"dtype": "F32", "shape": [2**40, 2**40], "data_offsets": [0, 2**82]}}),
+        _header({"a": {"dtype": 5, "shape": [4], "data_offsets": [0, 16]}}) + bytes(16),
+        _header({"a": {"dtype": None, "shape": [4], "data_offsets": [0, 16]}}) + bytes(16),
     ],
 )
 def test_files_that_are_damaged(content, base, shapes, tmp_path):
@@ -220,6 +224,11 @@ def test_files_that_are_damaged(content, base, shapes, tmp_path):
     (folder / "adapter_model.safetensors").write_bytes(content)
     with pytest.raises(AdapterError, match="damaged"):
         read_adapter_folder(folder, shapes, 8)
+
+
+def test_a_name_that_no_file_can_have(shapes):
+    with pytest.raises(AdapterNotFoundError, match="cannot be read: File name too long"):
+        read_adapter_folder(Path("a" * 5000), shapes, 8)
 
 
 def test_files_that_are_cut(base, shapes, tmp_path):

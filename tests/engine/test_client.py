@@ -14,7 +14,8 @@ from pagefold.config import EngineConfig
 from pagefold.engine.build import build_engine
 from pagefold.engine.engine_thread import EngineThread
 from pagefold.engine.planning import plan_engine
-from pagefold.errors import EngineStoppedError, InvalidRequestError, QueueFullError
+from pagefold.errors import AdapterNotFoundError, EngineStoppedError, InvalidRequestError, QueueFullError
+from pagefold.request import Caller
 from pagefold.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -48,6 +49,19 @@ async def _until_idle(client: EngineThread) -> None:
     while (status := client.status()).num_running or status.num_waiting:
         await asyncio.sleep(0.005)
     assert status.num_free_blocks + status.num_cached_blocks == status.num_blocks
+
+
+def test_what_the_engine_refuses_does_not_end_it(client: EngineThread) -> None:
+    """As a look into the cache with an adapter that has been unloaded meanwhile."""
+
+    async def run() -> None:
+        with pytest.raises(AdapterNotFoundError):
+            await client.foresee([1, 2, 3], Caller(adapter="gone"))
+        assert client.status().is_healthy
+        assert len(await _collect(client, "later", SHORT)) == 5
+        assert (await client.foresee([1, 2, 3])).num_hit_tokens >= 0
+
+    asyncio.run(asyncio.wait_for(run(), 120))
 
 
 def test_streams_run_together_to_their_ends(client: EngineThread) -> None:

@@ -326,6 +326,9 @@ def test_the_library_takes_adapters_by_name_and_with_their_folders(base, folders
         told = [result.outputs[0].token_ids for result in results]
         assert [list(tokens) for tokens in told] == [expected["a", 0], expected["", 1], expected["b", 2]]
     assert {family.name for family in llm.get_metrics()} >= {"vllm:lora_requests_info", "pagefold:lora_bytes"}
+    with pytest.raises(AdapterError, match=r"'b' is that of .*/b, and .*/c is another folder") as error:
+        llm.generate({"prompt_token_ids": [5]}, GREEDY, lora_request=LoRARequest("b", 3, str(folders["c"])))
+    assert "Name it otherwise" in error.value.remedy
     for wrong in ("c", LoRARequest("c")):
         with pytest.raises(AdapterNotFoundError, match="'c' cannot be found"):
             llm.generate({"prompt_token_ids": [5]}, GREEDY, lora_request=wrong, use_tqdm=False)

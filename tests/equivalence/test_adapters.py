@@ -11,7 +11,7 @@ from adapters.written import merge, write_adapter
 from transformers import AutoModelForCausalLM
 
 from equivalence.tiny_models import VOCAB_SIZE
-from pagefold.adapters import AdapterWeights, read_adapter_folder, shapes_in_header
+from pagefold.adapters import AdapterWeights, base_shapes, read_adapter_folder
 from pagefold.config import EngineConfig
 from pagefold.engine.build import build_engine
 from pagefold.engine.planning import plan_engine
@@ -19,6 +19,7 @@ from pagefold.events import RequestPreempted, ignore
 from pagefold.kv import BlockId, BlockTable, audit
 from pagefold.request import Caller
 from pagefold.runner.fused.adapters import FusedAdapters, adapter_bytes
+from pagefold.runner.fused.checkpoint import Checkpoint
 from pagefold.runner.fused.decoder import FusedDecoder
 from pagefold.sampling import SamplingParams
 from pagefold.steps import AdaptedRow, StepPlan
@@ -182,7 +183,7 @@ def _serve(engine, wanted):
 @pytest.mark.parametrize("name", ["a", "b", "c"])
 def test_an_adapter_takes_what_its_file_takes(name, tiny_folder, adapter_folders):
     """In the dtype of the file; of matrices as small as these what they are rounded up to counts."""
-    shapes = shapes_in_header(tiny_folder("llama"))
+    shapes = base_shapes("llama", Checkpoint(tiny_folder("llama")).shapes())
     adapter = read_adapter_folder(adapter_folders("llama")[name], shapes, 16)
     packed = FusedAdapters.pack(AdapterWeights(adapter))
     assert packed.num_bytes == adapter_bytes(adapter)

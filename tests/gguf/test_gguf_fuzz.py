@@ -13,6 +13,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from pagefold.errors import PagefoldError
+from pagefold.gguf.architectures import find_architecture
 from pagefold.gguf.file import GgufFile
 from pagefold.gguf.header import GgufFormatError, GgufHeader
 from pagefold.hub.convert import write_all_but_weights
@@ -258,3 +259,13 @@ def test_a_key_that_is_there_twice(tmp_path: Path) -> None:
     path = change("llama", b"llama.context_length", b"llama.rope.freq_base", tmp_path / "twice.gguf")
     with pytest.raises(GgufFormatError, match=r"the key llama\.rope\.freq_base twice"):
         GgufHeader(path)
+
+
+def test_more_positions_than_any_model_has(tmp_path: Path) -> None:
+    """Tables of ropes grow with them: half a TiB here."""
+    content = bytearray(FILES["llama"].content)
+    place = content.index(b"llama.context_length") + len("llama.context_length") + 4
+    content[place : place + 4] = struct.pack("<I", 2**31 - 1)
+    (tmp_path / "long.gguf").write_bytes(content)
+    with GgufFile(tmp_path / "long.gguf") as header, pytest.raises(GgufFormatError, match="no model has more than"):
+        find_architecture(header).config(header)

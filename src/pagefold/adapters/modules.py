@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import re
 from typing import TYPE_CHECKING, NamedTuple
 
-from pagefold.files.weights import find_weight_files, read_header
-
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
 
-__all__ = ["MODULES", "STAGES", "BaseShapes", "Place", "place_of", "shapes_in_header"]
+__all__ = ["MODULES", "STAGES", "BaseShapes", "Place", "base_shapes", "place_of"]
 
 STAGES = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
 """The modules of a layer, those together that are multiplied with the same rows, in the order in which they are."""
 MODULES = tuple(module for stage in STAGES for module in stage)
 
+_WEIGHT = ".weight"
 _PLACE = re.compile(r"(?:model\.|language_model\.)*layers\.(\d{1,4})\.(self_attn|mlp)\.([a-z]{1,6}_proj)")
 _PARENTS = {module: "self_attn" if module in {*STAGES[0], *STAGES[1]} else "mlp" for module in MODULES}
 
@@ -59,19 +56,16 @@ class BaseShapes(NamedTuple):
     shapes: Mapping[Place, tuple[int, int]]
 
 
-def shapes_in_header(folder: Path) -> BaseShapes:
-    """Return the modules of a model as the headers of its safetensors files have them; none of other files.
+def base_shapes(name: str, tensors: Mapping[str, tuple[int, ...]]) -> BaseShapes:
+    """Return the modules of a model.
 
-    Raises:
-        ModelNotFoundError: its files are not whole.
+    Args:
+        name: of its folder.
+        tensors: shapes of all of its tensors, by transformers' names.
     """
     shapes: dict[Place, tuple[int, int]] = {}
-    for file in find_weight_files(folder):
-        if file.suffix != ".safetensors":
-            continue
-        for name, tensor in json.loads(read_header(file)).items():
-            place = place_of(name.removesuffix(".weight")) if name.endswith(".weight") else None
-            if place is not None and len(tensor["shape"]) == 2:  # noqa: PLR2004 - a matrix
-                num_out, num_in = tensor["shape"]
-                shapes[place] = num_out, num_in
-    return BaseShapes(folder.name, shapes)
+    for tensor, shape in tensors.items():
+        place = place_of(tensor.removesuffix(_WEIGHT)) if tensor.endswith(_WEIGHT) else None
+        if place is not None and len(shape) == 2:  # noqa: PLR2004 - a matrix
+            shapes[place] = shape[0], shape[1]
+    return BaseShapes(name, shapes)

@@ -57,15 +57,6 @@ class AdapterRegistry:
         """Those that have lost theirs, and are used yet. Any thread may ask."""
         return tuple(self._leaving.copy().values())
 
-    def get(self, name: str) -> LoadedAdapter | None:
-        """Return the adapter of a name; None if it has none."""
-        return self._by_name.get(name)
-
-    def at(self, slot: int) -> LoadedAdapter | None:
-        """Return the adapter in a slot; None if it is free."""
-        found = self._leaving.get(slot)
-        return found or next((one for one in self._by_name.values() if one.slot == slot), None)
-
     def find(self, name: str) -> LoadedAdapter:
         """Return the adapter of a name.
 

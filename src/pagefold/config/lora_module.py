@@ -38,6 +38,8 @@ def check_adapter_name(name: str) -> str:
     """Return what is wrong with an adapter's name; empty if it is good."""
     if not name or len(name) > MAX_ADAPTER_NAME:
         return f"has {len(name)} characters, and may have 1 to {MAX_ADAPTER_NAME}"
+    if {".", ".."} & set(name.split("/")):
+        return "has a part that is . or .., which no URL could tell"
     return "" if name.isprintable() and name == name.strip() else "has characters that no URL and no label could tell"
 
 

@@ -7,6 +7,7 @@ namespaces, on the device and in the host's memory.
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -15,8 +16,8 @@ from pagefold.adapters import (
     AdapterWeights,
     BaseShapes,
     LoadedAdapter,
+    base_shapes,
     read_adapter_folder,
-    shapes_in_header,
 )
 from pagefold.adapters.modules import STAGES, Place
 from pagefold.config import available_memory_bytes, check_adapter_name
@@ -109,7 +110,9 @@ def plan_adapters(config: EngineConfig, spec: ModelSpec, not_fused: str, device:
         msg = f"enable_lora is set, and adapters are not computed on {device} yet."
         raise ConfigError(msg, remedy="Leave it out, or use device=cpu.")
     if not_fused or spec.fused is None:
-        base = shapes_in_header(spec.folder)
+        from pagefold.runner.fused.checkpoint import Checkpoint  # noqa: PLC0415 - torch comes with it
+
+        base = base_shapes(spec.folder.name, Checkpoint(spec.folder).shapes())
     else:
         fused = spec.fused
         num_q, num_kv = (num * fused.head_dim for num in (fused.num_heads, fused.num_kv_heads))
@@ -158,6 +161,7 @@ class EngineAdapters:
         self._max_rank = max_rank
         self._registry = AdapterRegistry(max_loras)
         self._namespaces: dict[int, set[bytes]] = {}  # those that requests had, by slot
+        self._reading = threading.Lock()  # one at a time, so that each sees what the others have left free
 
     @property
     def loaded(self) -> tuple[LoadedAdapter, ...]:
@@ -197,6 +201,10 @@ class EngineAdapters:
         if wrong:
             msg = f"The name of the adapter {wrong}."
             raise AdapterError(msg, remedy="Name it otherwise.")
+        with self._reading:
+            return self._read(name, path, in_place=in_place)
+
+    def _read(self, name: str, path: str, *, in_place: bool) -> ReadAdapter:
         self._registry.check_room(name, in_place=in_place)
         folder = read_adapter_folder(Path(path), self._base, self._max_rank)
         room = available_memory_bytes()

@@ -20,7 +20,7 @@ from pagefold.engine.status import EngineStatus
 from pagefold.engine.together import Together
 from pagefold.engine.token_rates import NO_RATES
 from pagefold.engine.token_stream import Taken, TokenStream
-from pagefold.errors import AdapterError, EngineStoppedError, QueueFullError, RateLimitError
+from pagefold.errors import EngineStoppedError, PagefoldError, QueueFullError, RateLimitError
 from pagefold.request import ANYBODY
 
 if TYPE_CHECKING:
@@ -96,11 +96,11 @@ class EngineThread:
         self.ensure_ready()
         adapters = self._engine.adapters
         read = await asyncio.to_thread(adapters.read, name, path, in_place=in_place)
-        return await self._ask_kindly(lambda: adapters.install(read))
+        return await self._ask(lambda: adapters.install(read))
 
     async def unload_adapter(self, name: str) -> LoadedAdapter:
         """See :class:`~pagefold.engine.client.EngineClient`."""
-        unloaded = await self._ask_kindly(lambda: self._engine.begin_unload(name))
+        unloaded = await self._ask(lambda: self._engine.begin_unload(name))
         while self._engine.adapters.is_here(unloaded) and self._thread.is_alive():  # noqa: ASYNC110 - of another thread
             await asyncio.sleep(_LOOK_S)
         self._ensure_alive()
@@ -284,7 +284,10 @@ class EngineThread:
         return has_finished and self._failure is None
 
     async def _ask(self, command: Callable[[], _Answer]) -> _Answer:
-        """Have ``command`` called on the engine's thread, between steps, and return what it returns."""
+        """Have ``command`` called on the engine's thread, between steps, and return what it returns.
+
+        Where it refuses, whoever asks is told, and the engine goes on.
+        """
         loop = asyncio.get_running_loop()
         done: asyncio.Future[_Answer] = loop.create_future()
 
@@ -296,8 +299,10 @@ class EngineThread:
             try:
                 told = command()
             except Exception as error:
-                bug = error  # Python forgets `error` where this clause ends
-                _call(loop, lambda: None if done.cancelled() else done.set_exception(bug))
+                why = error  # Python forgets `error` where this clause ends
+                _call(loop, lambda: None if done.cancelled() else done.set_exception(why))
+                if isinstance(error, PagefoldError):
+                    return  # it was refused
                 raise
             _call(loop, lambda: None if done.cancelled() else done.set_result(told))
 
@@ -305,20 +310,6 @@ class EngineThread:
             self.ensure_ready()
             self._commands.put(answer)
         return await done
-
-    async def _ask_kindly(self, command: Callable[[], _Answer]) -> _Answer:
-        """Do the same, of a command that may refuse: whoever asks is told, and the engine goes on."""
-
-        def answer() -> _Answer | AdapterError:
-            try:
-                return command()
-            except AdapterError as error:
-                return error
-
-        told = await self._ask(answer)
-        if isinstance(told, AdapterError):
-            raise told
-        return told
 
     # On the engine's thread.
 
@@ -409,7 +400,8 @@ class EngineThread:
 
 
 def _stopped(failure: Exception) -> EngineStoppedError:
-    return EngineStoppedError(f"The engine has failed: {failure}.", remedy="Restart the server.")
+    why = failure.message if isinstance(failure, PagefoldError) else f"{failure}."
+    return EngineStoppedError(f"The engine has failed: {why}", remedy="Restart the server.")
 
 
 def _look_up() -> None:

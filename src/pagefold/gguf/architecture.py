@@ -28,6 +28,7 @@ __all__ = [
     "Weight",
     "check_keys",
     "check_tensors",
+    "num_positions",
     "positive",
     "read_epsilon",
     "read_sizes",
@@ -37,6 +38,7 @@ __all__ = [
 ]
 
 _MOST = (1 << 31) - 1
+_MOST_POSITIONS = 1 << 24
 _Numbers = TypeVar("_Numbers", np.float32, np.int64)
 
 
@@ -171,6 +173,19 @@ def positive(gguf: GgufHeader, key: str, default: int | None = None) -> int:
     number = gguf.value(key, int, default)
     if not 0 < number <= _MOST:
         message = f"{gguf.path}: {key} is {number}."
+        raise GgufFormatError(message)
+    return number
+
+
+def num_positions(gguf: GgufHeader, key: str) -> int:
+    """Return how long a sequence may be, by the header.
+
+    Raises:
+        GgufFormatError: it is missing, or more than any model has: tables of ropes grow with it.
+    """
+    number = positive(gguf, key)
+    if number > _MOST_POSITIONS:
+        message = f"{gguf.path}: {key} is {number}, and no model has more than {_MOST_POSITIONS} positions."
         raise GgufFormatError(message)
     return number
 

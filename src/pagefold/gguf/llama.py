@@ -12,7 +12,7 @@ from pagefold.gguf.architecture import (
     Weight,
     check_keys,
     check_tensors,
-    positive,
+    num_positions,
     read_epsilon,
     read_sizes,
     refusal,
@@ -50,7 +50,7 @@ def plain_config(gguf: GgufFile, family: str, class_name: str, *ends: str, **own
         "model_type": family,
         **sizes.as_config(),
         "hidden_act": "silu",
-        "max_position_embeddings": positive(gguf, f"{name}.context_length"),
+        "max_position_embeddings": num_positions(gguf, f"{name}.context_length"),
         "rms_norm_eps": read_epsilon(gguf),
         # In both spellings: transformers 5 reads the second, what was written for 4 reads the first.
         "rope_theta": rope["rope_theta"],

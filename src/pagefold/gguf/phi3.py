@@ -13,6 +13,7 @@ from pagefold.gguf.architecture import (
     Weight,
     check_keys,
     check_tensors,
+    num_positions,
     positive,
     read_epsilon,
     read_sizes,
@@ -43,7 +44,7 @@ def _config(gguf: GgufFile) -> dict[str, Any]:
     sizes = read_sizes(gguf)
     if sizes.num_heads * sizes.head_dim != sizes.hidden_size:
         raise refusal(gguf, f"its {sizes.num_heads} heads of {sizes.head_dim} are not {sizes.hidden_size} wide")
-    max_positions = positive(gguf, "phi3.context_length")
+    max_positions = num_positions(gguf, "phi3.context_length")
     original = positive(gguf, "phi3.rope.scaling.original_context_length", max_positions)
     return {
         "architectures": ["Phi3ForCausalLM"],

@@ -7,6 +7,7 @@ the vocabulary does; another one is made when the file becomes another one.
 from __future__ import annotations
 
 import hashlib
+import os
 from typing import TYPE_CHECKING
 
 from pagefold.errors import ModelNotFoundError
@@ -24,6 +25,7 @@ __all__ = ["find_gguf", "gguf_folder", "write_gguf_folder"]
 FOLDER_VERSION = 1
 """Part of the folder's name: raise it whenever anything is written differently."""
 _MAX_NAME = 100
+"""Bytes of a file's name that its folder's has: names may have 255."""
 _MAGIC = b"GGUF"
 
 
@@ -67,7 +69,8 @@ def gguf_folder(path: Path, cache_dir: Path, *, progress: Progress = silent) -> 
             write_all_but_weights(gguf, folder)
             (folder / GGUF_WEIGHTS).symlink_to(path)
 
-        target = cache_dir / "models" / f"{path.stem[:_MAX_NAME]}-{digest[:8]}"
+        stem = os.fsencode(path.stem)[:_MAX_NAME].decode(errors="ignore")
+        target = cache_dir / "models" / f"{stem}-{digest[:8]}"
         return publish_folder(target, build, about={"source": str(path)}, progress=progress)
 
 

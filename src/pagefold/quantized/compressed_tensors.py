@@ -42,8 +42,8 @@ _CODES = {"I8": "int", "F8_E4M3": "float"}
 _ODD = "U8", "I16", "F8_E5M2"
 """Dtypes of codes that nobody defines here."""
 _FLOATS = "F16", "BF16", "F32"
-_LONGEST, _MOST_REPEATS = 500, 5
-"""Characters of an expression, and what in it repeats without end: more could take for ever on a long name."""
+_LONGEST, _MOST_REPEATS, _LONGEST_NAME = 500, 3, 200
+"""Characters of an expression, what in it repeats without end, and characters of a name: more could take for ever."""
 _REPEATS = re.compile(r"[*+]|\{\d*,\}")
 _REPEATED_GROUP = re.compile(r"\)(?:[*+]|\{)")
 """A group that repeats: where it has something that repeats in it, that takes for ever on some names."""
@@ -262,7 +262,12 @@ def _is_named(module: str, target: str) -> bool:
 
 
 def _is_expressed(module: str, target: str) -> bool:
-    return target.startswith("re:") and re.match(target[3:], module) is not None
+    if not target.startswith("re:"):
+        return False
+    if len(module) > _LONGEST_NAME:
+        message = f"A module's name has {len(module)} characters, and the config names modules by {target[:60]!r}."
+        raise UnsupportedModelError(message, remedy=f"Expressions are tried on names of {_LONGEST_NAME} at most.")
+    return re.match(target[3:], module) is not None
 
 
 def _is_of_class(module: str, target: str) -> bool:

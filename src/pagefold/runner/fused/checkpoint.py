@@ -139,6 +139,10 @@ class Checkpoint:
             return list(self._files)
         return list(tensors_of(self._quantization, self._parts))
 
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of all tensors, by the names of :meth:`names`."""
+        return {name: self._shape(name) for name in self.names()}
+
     def _check_bias(self, name: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Refuse a quantized matrix with a bias that its model has not. Tools write some of zeros."""
         bias = self._stored(f"{name.removesuffix(_WEIGHT)}.bias")
