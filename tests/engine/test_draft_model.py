@@ -207,7 +207,9 @@ def test_what_cannot_draft_is_refused_before_weights_are_loaded(folders, tmp_pat
     refused("leave it out", "quantization is 'int8'", quantization="int8")
     refused("leave it out", "kv_cache_memory_bytes is 5", kv_cache_memory_bytes=5)
     neox = str(save_tiny_model("gpt-neox", tmp_path / "neox"))
+    how["dtype"] = "float64"
     refused("Leave quantization out", "speculative_config: quantization takes", model=neox, quantization="int8")
+    how["dtype"] = "float32"
     how["max_model_len"] = "auto"
     refused("max_model_len=100", r"llama goes up to \d+ tokens, and short, the draft model, ends at 100", model=short)
     how["max_model_len"] = 128

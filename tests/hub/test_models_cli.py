@@ -44,12 +44,14 @@ def test_list_shows_a_table(empty_cache: Path) -> None:
 def test_list_as_json(empty_cache: Path) -> None:
     result = runner.invoke(app, ["list", "--json"])
     assert result.exit_code == 0
-    row, gemma = json.loads(result.stdout)
-    assert (gemma["name"], gemma["terms"]) == ("gemma-3-270m", "https://ai.google.dev/gemma/terms")
-    assert row["terms"] is None
-    assert row["name"] == "smollm2-135m"
-    assert row["num_params"] == 134_515_008
-    assert row["path"] is None
+    rows = {row["name"]: row for row in json.loads(result.stdout)}
+    assert list(rows) == ["smollm2-135m", "gemma-3-270m", "smollm2-135m:Q4_1", "gemma-3-270m:Q4_K_M"]
+    for gemma in (rows["gemma-3-270m"], rows["gemma-3-270m:Q4_K_M"]):
+        assert gemma["terms"] == "https://ai.google.dev/gemma/terms"
+    for row in (rows["smollm2-135m"], rows["smollm2-135m:Q4_1"]):
+        assert row["terms"] is None
+        assert row["num_params"] == 134_515_008
+        assert row["path"] is None
     assert not empty_cache.exists()
 
 
