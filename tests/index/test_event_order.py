@@ -54,6 +54,7 @@ class OrderMachine(RuleBasedStateMachine):
         self.wanted_anew = self.has_dropped = False
         self.order = EventOrder(self.index, "a", self._ask)
         self.is_up_to_date = False  # what was sent last has come
+        self.is_unseen = False  # nothing of the publisher has come, and nobody noticed that it is another one
 
     def _ask(self, first: int) -> list[Numbered] | None:
         if not self.publisher.is_up:
@@ -65,6 +66,9 @@ class OrderMachine(RuleBasedStateMachine):
     def _deliver(self, batch: Numbered, comes: bool) -> None:
         self.is_up_to_date = False
         if comes:
+            if self.is_unseen and batch.number == self.order._next:
+                self.order.disconnect()  # the very number that was next of the one before: its connection tells
+            self.is_unseen = False
             self.order.take(batch)
             self.is_up_to_date = True
 
@@ -105,18 +109,21 @@ class OrderMachine(RuleBasedStateMachine):
             self.publisher.change(block)
         if not notices and self.publisher.next > before.next - 1:
             self.order.disconnect()  # a publisher that has sent as many is only known by its connection
+        self.is_unseen = not notices
         self.is_up_to_date = self.wanted_anew = self.has_dropped = False
 
     @rule()
     def check(self) -> None:
         self.order.check()
         self.is_up_to_date = self.publisher.is_up
+        self.is_unseen &= not self.publisher.is_up
 
     @rule()
     def bad_payload(self) -> None:
         batch = Numbered(self.publisher.next, b"\xc1 no batch")
         self.publisher.sent.append(batch)
         self.publisher.next += 1
+        self.is_unseen = False
         self.order.take(batch)
         assert not self.index.replicas()["a"].is_known
 
@@ -186,3 +193,13 @@ def test_who_falls_silent_is_doubted_and_believed_again():
     machine.change(2, comes=False)
     machine.order.check()
     assert machine.index.replicas()["a"] == (True, 2, 1.0)
+
+
+def test_a_publisher_that_goes_on_with_the_next_number_is_known_by_its_connection():
+    machine = OrderMachine()
+    machine.change(1, comes=False)
+    machine.check()
+    machine.restart(1, tells=False, notices=False, num_unheard=0)
+    machine.clear(comes=False)
+    machine.change(2, comes=True)
+    assert set(machine.index.holds("a")) == {2}

@@ -2,7 +2,8 @@
 
 A publisher numbers its batches from 0. From the numbers follows what was lost, what came twice, and that another
 publisher has taken its place, which begins at 0 again. What was lost is asked for; the last batch that came is asked
-for with it, and if that is not what it was, it is another publisher's.
+for with it, and if that is not what it was, it is another publisher's. (Where the first that comes of another one has
+the very number that was next, only the connection tells: see :meth:`EventOrder.disconnect`.)
 
 What cannot be had any more is a loss: the replica is forgotten, and what it tells from then on is true, but not all.
 It is known again when it tells that it holds nothing. (Pagefold's publisher does that, and tells of all its blocks
