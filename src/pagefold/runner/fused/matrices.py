@@ -62,7 +62,7 @@ class Part(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Of all of them."""
+        """Bytes of its panels."""
         return self.num_panels * self.form.panel_bytes(self.num_k)
 
 
@@ -78,7 +78,7 @@ class Matrix(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Of all panels."""
+        """Bytes of its panels."""
         return sum(part.num_bytes for part in self.parts)
 
     @property
