@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
+from pagefold.kv import NO_MASK
+
 if TYPE_CHECKING:
     from pagefold.request import Request
     from pagefold.scheduler import Scheduler
@@ -54,6 +56,8 @@ class KeptEnds:
             likely = self._scheduler.rule._forecasts[request].likely_tokens
             end = self.tokens[request] = max(request.num_tokens, request.num_prompt_tokens + likely)
         core, num_new = self._scheduler.core, self._scheduler.limits.max_num_batched_tokens
+        if core.packing.is_on and request.mask != NO_MASK:
+            num_new = min(num_new, core.packing.short_step)
         num_blocks = core.num_blocks_for(end, num_new, is_expected=True, mask=request.mask)
         num_blocks += len(request.forks) * (_own(self._scheduler, request, end) + core.num_groups)
         self.ends[request] = End((step_id + end - request.num_tokens) // core.block_size, num_blocks)

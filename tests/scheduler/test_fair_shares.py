@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from test_scheduler import House, new_request
 
 from pagefold.events import RequestPreempted
-from pagefold.kv import audit
+from pagefold.kv import KEEP_ALL, KeepRule, audit
 from pagefold.request import RequestStatus
 from pagefold.scheduler import SCHEDULING_POLICIES, PrefillLimits, Scheduler, SchedulerLimits
 from pagefold.scheduler.fair_shares import OUTPUT_WEIGHT, FairShares
@@ -392,6 +392,28 @@ def test_several_samples_get_their_places_at_once():
     assert len(house.made_way) == 2
     house.run()
     assert house.shares.num_seats == 0
+
+
+@pytest.mark.parametrize(("rules", "num_blocks"), [((KEEP_ALL,), 24), ((KEEP_ALL, KeepRule(window=8)), 42)])
+def test_samples_that_have_not_forked_yet_make_way_together(rules: tuple[KeepRule, ...], num_blocks: int):
+    house = FairHouse(num_blocks, seqs=8, budget=32, rules=rules)
+    runner = ShadowRunner(house.scheduler)
+    first = house.send("a", 40, 8)
+    both, fork = (
+        new_request(f"a2/{index}", range(100, 140), 4, tenant="a", weight=1.0, sample_index=index, parent_id="a2")
+        for index in range(2)
+    )
+    both.forks = [fork]
+    house.scheduler.add(both)
+    house.step(runner)
+    house.step(runner)
+    assert 0 < both.num_computed_tokens < 40, "it forks when its prompt has been computed"
+    quiet = house.send("b", 24, 8)
+    while quiet.status is not RequestStatus.RUNNING:
+        house.step(runner)
+    assert house.made_way == ["a2/0"]
+    house.run(runner)
+    assert all(one.output_token_ids == alone(one) for one in (first, both, fork, quiet))
 
 
 def test_long_prompts_leave_tokens_for_who_is_before_them():

@@ -1826,6 +1826,11 @@ def test_what_is_given_for_a_share_is_not_taken_by_the_tenant_that_gave_it() -> 
     random_operations(9012, 300, "lru", num_blocks=9, scheduling="fair", quotas=True, admission="prompt")
 
 
+def test_what_is_given_for_a_share_is_not_taken_by_drafts() -> None:
+    """One makes way, and another's drafts would fill the blocks that it left."""
+    random_operations(100039, 300, "lru", scheduling="fair", quotas=True)
+
+
 @pytest.mark.parametrize("scheduling", ["fcfs", "fair", "lpm", "priority"])
 @IN_FULL
 def test_random_operations_of_tenants_with_quotas(scheduling: str, in_full: bool) -> None:

@@ -8,7 +8,8 @@ has most beside its weight, as long as that one has no less than the head's tena
   head's; it comes back when its turn has come and there is room.
 - What a tenant has, by its weight, becomes more equal each time. So nobody takes back what he gave, unless others came
   or left; and each request makes way twice at most, and is then spared.
-- Nobody goes in vain: all that the head lacks must be found, room for the growth of those that stay included.
+- Nobody goes in vain: all that the head lacks must be found, room for the growth of those that stay included. Drafts of
+  theirs are no growth, and take no block in that step.
 - Who has no more blocks than its floor (``kv/quotas.py``) makes no way for memory, and nobody does for a request that
   waits for room below its own tenant's cap: the first behind it is the head then. What is given is the head's: whom it
   has passed is passed in all of the step, though one of its tenant's made way and left it room.
@@ -23,6 +24,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Protocol
 
 from pagefold.scheduler.growth import Gone
+from pagefold.scheduler.victims import loss_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -109,6 +111,7 @@ class MakingWay:
         head, passed = self._first_and_passed() if victims else (None, set())
         if head is not None:
             step.capped |= passed
+            step.has_made_way = True
             for victim in victims:
                 self._shares.made_way(victim, head)
                 self._queues.take_out(victim)
@@ -235,9 +238,7 @@ class MakingWay:
 
     def _num_freed(self, victim: Request) -> int:
         """Return how many blocks nobody else has, of those that ``victim`` has."""
-        seats = _seats(victim)
-        caches = [seat.cache for seat in seats if seat.cache is not None]
-        return self._core.losses.of(caches, [seat.num_computed_tokens for seat in seats]).num_blocks
+        return loss_of(self._core, _seats(victim)).num_blocks
 
     def _lacks_memory(self, head: _Head) -> bool:
         """Whether there is no memory for the head of the queue, as far as that is known at little cost."""

@@ -62,7 +62,8 @@ class RowPlanner:
         which of them count. Of prompts no more is computed than the guardrails allow, but for one token of each that
         runs already.
 
-        Where tokens are reserved for the head of the queue, prompts of those behind it in order leave them.
+        Where tokens are reserved for the head of the queue, prompts and drafts of those behind it in order leave them.
+        Where somebody made way for it, no drafts take a block: nobody goes in vain.
 
         A step that is planned ahead ends where nobody may be preempted: it has fewer rows than requests run then.
         """
@@ -119,7 +120,8 @@ class RowPlanner:
             if drafts:
                 request.drafts = ()
                 num_behind = len(running) - row - 1
-                num_drafts = self._num_drafts(step, request, min(len(drafts), budget - num_behind), num_behind)
+                num_left = budget - num_behind - (num_reserved if request.order > reserved_for else 0)
+                num_drafts = self._num_drafts(step, request, min(len(drafts), num_left), num_behind)
             add_request(request)
             if num_tokens == 1:
                 add_token(token_ids[start])
@@ -182,7 +184,8 @@ class RowPlanner:
         end = start + 1 + num_drafts
         if end > cache.capacity:
             num_new = num_blocks_for(end - cache.capacity, self._core.block_size) + num_behind
-            has_room = self._core.num_available_to(request.tenant) >= num_new * self._core.num_groups
+            num_available = 0 if step.has_made_way else self._core.num_available_to(request.tenant)
+            has_room = num_available >= num_new * self._core.num_groups
             if not (has_room and self._core.extend(cache, start, end)):
                 num_drafts = cache.capacity - start - 1
         return num_drafts

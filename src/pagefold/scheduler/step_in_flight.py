@@ -52,6 +52,7 @@ class StepInFlight:
         prefill_cap_tokens: how many of them it was allowed to compute.
         num_reserved: tokens that are left for the head of the queue by those that run and are behind it in order.
         reserved_for: its order.
+        has_made_way: whether somebody made way for the head of the queue: no drafts take the memory that it left.
         waits_for: what those wait for whom it has not let in; None where nobody does.
         capped: tenants of whom somebody waits only since they have as many blocks as their caps allow.
     """
@@ -60,6 +61,7 @@ class StepInFlight:
         "capped",
         "filling",
         "forking",
+        "has_made_way",
         "is_ahead",
         "joins",
         "late",
@@ -100,6 +102,7 @@ class StepInFlight:
         self.num_recomputed_tokens = 0
         self.num_reserved = 0
         self.reserved_for = (0.0, -1)
+        self.has_made_way = False
         self.waits_for: WaitCause | None = None
         self.capped: set[str] = set()
 

@@ -26,12 +26,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from pagefold.kv import KVCore
+    from pagefold.kv.losses import Loss
     from pagefold.request import Request
     from pagefold.scheduler.policy import SchedulingPolicy
     from pagefold.scheduler.queues import Queues
 
-__all__ = ["MOST_PREEMPTIONS", "Victims"]
+__all__ = ["MOST_PREEMPTIONS", "Victims", "loss_of"]
 
 MOST_PREEMPTIONS = 2
 """Who was preempted so often is a victim again only where nobody else of its level can be."""
@@ -80,7 +83,12 @@ class Victims:
     def _loss(self, request: Request) -> tuple[float, float, int]:
         """Return the blocks lost for each block freed, and behind it the order, the last first."""
         seats = [request] if request.beams is None or not request.beams.has_begun else request.beams.seats
-        caches = [seat.cache for seat in seats if seat.cache is not None]
-        loss = self._core.losses.of(caches, [seat.num_computed_tokens for seat in seats])
+        loss = loss_of(self._core, seats)
         key, index = request.order
         return loss.in_blocks(self._core.block_size), -key, -index
+
+
+def loss_of(core: KVCore, seats: Sequence[Request]) -> Loss:
+    """Return what preempting ``seats``, all of them at once, would come to; who has no cache yet loses nothing."""
+    caches = [(seat.cache, seat.num_computed_tokens) for seat in seats if seat.cache is not None]
+    return core.losses.of([cache for cache, _ in caches], [num_tokens for _, num_tokens in caches])
