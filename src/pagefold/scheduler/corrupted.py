@@ -1,7 +1,8 @@
 """Corrupted requests: of which the model computes what is no number. They end, and what they had is never used again.
 
 So does one that has sampled nothing yet: a token that is no number inside the model spreads, in attention, to tokens of
-its chunk before it, which do not see it, and so into blocks that others might begin with.
+its chunk before it, which do not see it, and so into blocks that others might begin with. Other samples of its prompt
+go on, and what they have is dropped too: they have copies of what it began with.
 """
 
 from __future__ import annotations
@@ -24,8 +25,16 @@ _WHY = (
 )
 
 
-def end_corrupted(core: KVCore, requests: Iterable[Request], emit: Emit) -> tuple[list[Request], set[bytes]]:
+def end_corrupted(
+    core: KVCore, requests: Iterable[Request], running: Iterable[Request], emit: Emit
+) -> tuple[list[Request], set[bytes]]:
     """End requests that run, with those that were to fork from them or hold beams beside them, and drop what they had.
+
+    Args:
+        core: the KV core.
+        requests: of whom the model computed no numbers.
+        running: they, and all others that have blocks.
+        emit: where events go.
 
     Returns those that end by it, and the digests of the paths that were dropped, for slower tiers to forget.
     """
@@ -35,7 +44,9 @@ def end_corrupted(core: KVCore, requests: Iterable[Request], emit: Emit) -> tupl
         if request.finish_reason == "error" and request not in ended:  # by the step before: this row is one too many
             continue
         assert request.cache is not None
-        digests |= core.forgetting.distrust(request.cache, request.namespace, request.packed())
+        for one in running:
+            if one.parent_id == request.parent_id and one.cache is not None:
+                digests |= core.forgetting.distrust(one.cache, one.namespace, one.packed())
         if request.is_aborted:
             continue
         together = [request] if request.beams is None else request.beams.beams

@@ -329,7 +329,7 @@ class Scheduler:
         self.corrupted, self.distrusted = [], set()
         if result.corrupted:
             rows = [requests[row] for row in result.corrupted if row not in spoiled]
-            self.corrupted, self.distrusted = end_corrupted(core, rows, self._emit)
+            self.corrupted, self.distrusted = end_corrupted(core, rows, self._queues.with_blocks, self._emit)
             join(core, late, behind)
             any_ended = True
         apply_extras(plan, result, step, dropped)

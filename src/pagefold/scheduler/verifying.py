@@ -94,5 +94,6 @@ def settle(core: KVCore, step: StepInFlight, spoiled: Collection[int], emit: Emi
             if not request.is_aborted:
                 end = plan.starts[row] + 1 if request.sampling.stop else request.num_computed_tokens
                 publish(core, [(request, min(end, request.num_computed_tokens))], None)
-            core.shrink(request.cache, request.num_computed_tokens + 1)
+            if request.finish_reason is None:  # who has ended gives all back; windows were trimmed behind its end
+                core.shrink(request.cache, request.num_computed_tokens + 1)
     emit(DraftsVerified(tuple(counts)))
