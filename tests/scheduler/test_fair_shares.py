@@ -206,7 +206,7 @@ def test_tags_are_those_of_a_slow_twin(coming: list[tuple[str, int, int]]):
     known: dict[str, RequestStatus] = {}
     for tenant, num_prompt, num_steps in [*coming, ("a", 1, 400)]:
         request = house.send(tenant, num_prompt, OUTPUTS[tenant], WEIGHTS[tenant])
-        assert request.order[0] == pytest.approx(twin.came(request), abs=1e-6)
+        assert request.order.tag == pytest.approx(twin.came(request), abs=1e-6)
         expected.append(request)
         for _ in range(num_steps):
             house.scheduler.schedule(0.0)

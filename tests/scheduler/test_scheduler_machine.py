@@ -779,7 +779,7 @@ class Machine:
             self._check_shares()
         else:
             known = [(request.priority * 2.5 + request.arrival_s, request.index) for request in scheduler.waiting]
-            assert known == waiting
+            assert known == [(order.tag, order.index) for order in waiting]
             self._saw("overtakes", any(a.index > b.index for a, b in pairwise(scheduler.waiting)))
         for flight in self.flights:
             running = [request for request in flight.requests if request in scheduler.running]
@@ -1831,6 +1831,26 @@ def test_what_is_given_for_a_share_is_not_taken_by_drafts() -> None:
     random_operations(100039, 300, "lru", scheduling="fair", quotas=True)
 
 
+def test_nobody_makes_way_for_what_samples_copy() -> None:
+    """One of three samples makes way, and the others would copy what they shared with it."""
+    random_operations(300033, 300, "lru", GROUPS[2], is_fair=True, admission="prompt")
+
+
+def test_nobody_makes_way_for_blocks_that_the_head_begins_with() -> None:
+    """Who would go holds what the head finds in the cache."""
+    random_operations(4064, 400, "lru", is_fair=True)
+
+
+def test_who_ends_among_drafts_has_nothing_cut_behind_its_windows() -> None:
+    """Without a tree windows are trimmed as far as drafts were right, and it ends by an earlier one."""
+    random_operations(300431, 300, "lru", GROUPS[2], is_fair=True)
+
+
+def test_what_samples_of_a_corrupted_prompt_share_is_not_published() -> None:
+    """One fills the block with the same token in the same step, and began with a copy of what the other has."""
+    random_operations(300441, 300, "lru", scheduling="fair", quotas=True, num_blocks=12, has_host=True)
+
+
 @pytest.mark.parametrize("scheduling", ["fcfs", "fair", "lpm", "priority"])
 @IN_FULL
 def test_random_operations_of_tenants_with_quotas(scheduling: str, in_full: bool) -> None:
@@ -1850,7 +1870,7 @@ def test_random_operations_of_tenants_with_shares(in_full: bool) -> None:
     seen: Counter[str] = Counter()
     asked = ("made way", "not ahead: somebody is to make way", "preempted", "ahead", "ahead: admitted", "forked")
     asked += ("cancelled during a step", "failed step with one behind it", "somebody is held back", "several made way")
-    for seed in until_seen((711, 707, 704, 710, 701, 712, 706), seen, asked, in_full=in_full):
+    for seed in until_seen((711, 707, 704, 710, 701, 712, 706, 4037), seen, asked, in_full=in_full):
         seen += random_operations(seed, 400, "lru", is_fair=True)
     assert min(seen[what] for what in asked) > 0, seen
 

@@ -10,6 +10,7 @@ from pagefold.request.caller import (
     WarmUp,
 )
 from pagefold.request.hint_pin import HintPin, hints_within
+from pagefold.request.order_key import OrderKey
 from pagefold.request.request import LEGAL_MOVES, FinishReason, Request, RequestStatus, StopRule
 from pagefold.request.session import MAX_SESSION_ID, EndedSession, SessionRef, session_ref
 from pagefold.request.times import RequestTimes
@@ -26,6 +27,7 @@ __all__ = [
     "EndedSession",
     "FinishReason",
     "HintPin",
+    "OrderKey",
     "Request",
     "RequestStatus",
     "RequestTimes",

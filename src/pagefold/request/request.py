@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
+from pagefold.request.order_key import OrderKey
 from pagefold.request.times import RequestTimes
 
 if TYPE_CHECKING:
@@ -249,7 +250,7 @@ class Request:
         self.hint_pins = hint_pins
         self.prompt_use = PromptUse()
         self.index = -1  # place in the order of arrival; set by the scheduler
-        self.order = (0.0, -1)  # likewise
+        self.order = OrderKey.of(0.0, -1)  # likewise
         self.status = RequestStatus.WAITING
         self.num_computed_tokens = 0
         self.max_computed_tokens = 0

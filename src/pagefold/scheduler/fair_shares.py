@@ -20,8 +20,10 @@ below virtual time. Tags of requests that wait stay.
 
 from __future__ import annotations
 
-from math import inf, nextafter
+from math import inf
 from typing import TYPE_CHECKING
+
+from pagefold.request import OrderKey
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -126,10 +128,10 @@ class FairShares:
         """How many sequences have blocks, or will when their prompt is computed."""
         return len(self._held)
 
-    def key(self, request: Request) -> tuple[float, int]:
+    def key(self, request: Request) -> OrderKey:
         """Return the start tag of a request that has just arrived."""
         tenant = self.tenants.get(request.tenant, _NEW)
-        return max(self._virtual - _AHEAD, tenant.finish, tenant.last_start), request.index
+        return OrderKey.of(max(self._virtual - _AHEAD, tenant.finish, tenant.last_start), request.index)
 
     def arrived(self, request: Request) -> None:
         """``request`` will wait, with those that will fork from it: its tenant's next one comes behind it."""
@@ -137,7 +139,7 @@ class FairShares:
         if tenant is None:
             tenant = self.tenants[request.tenant] = TenantShare()
         tenant.weight = request.weight
-        start = request.order[0]
+        start = request.order.tag
         output = tenant.expected_output(request.stop.max_total_tokens - request.num_prompt_tokens)
         cost = request.num_prompt_tokens + OUTPUT_WEIGHT * output * request.num_seqs
         tenant.last_start = start
@@ -163,7 +165,7 @@ class FairShares:
             self._begun.update(samples)
             tenant.num_waiting -= len(samples)
             tenant.outstanding += cost
-            tenant.dispatched = max(tenant.dispatched, request.order[0] + cost / tenant.weight)
+            tenant.dispatched = max(tenant.dispatched, request.order.tag + cost / tenant.weight)
             self._advance(tenant)
         for sample in samples:
             held = self._costs[sample]
@@ -205,11 +207,12 @@ class FairShares:
 
     def made_way(self, request: Request, head: Request) -> None:
         """``request`` is about to be preempted for ``head``, which is first of those that wait, and waits behind it."""
-        tag = max(request.order[0], nextafter(head.order[0], inf))
         for sample in (request, *request.forks) if request.beams is None else request.beams.seats:
-            sample.order = (tag, sample.index)
+            sample.order = max(sample.order, head.order.behind(sample.index))
         self._num_made_way[request] = self.num_made_way(request) + 1
-        self.tenants[request.tenant].num_made_way += 1
+        tenant = self.tenants[request.tenant]
+        tenant.num_made_way += 1
+        tenant.last_start = max(tenant.last_start, request.order.tag)  # who comes yet goes behind it
 
     def num_made_way(self, request: Request) -> int:
         """Return how often ``request`` has made way."""

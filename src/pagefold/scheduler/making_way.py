@@ -144,8 +144,8 @@ class MakingWay:
         if self._num_seats_lacking(head) <= 0 and not self._lacks_memory(head):
             return []  # it waits for something else, which may change
         victims = self._find(head)
-        if not victims:
-            self._no_way = head.request, now
+        if not victims and not any(one.cache is not None and one.cache.may_share_tail for one in self._queues.running):
+            self._no_way = head.request, now  # what those share may be copied: they take less when they have written
         return victims
 
     def _first(self) -> Request | None:

@@ -9,8 +9,9 @@ least urgent level goes first (``victims.py``).
 from __future__ import annotations
 
 from itertools import islice
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol
 
+from pagefold.request import OrderKey
 from pagefold.scheduler.fair_shares import FairShares
 
 if TYPE_CHECKING:
@@ -23,7 +24,6 @@ __all__ = [
     "SCHEDULING_POLICIES",
     "FirstComeFirstServed",
     "LongestPrefixMatch",
-    "OrderKey",
     "PriorityWithAging",
     "SchedulingPolicy",
 ]
@@ -34,9 +34,6 @@ MAX_RANKED = 32
 _RANK_S = 0.25
 """So long ``lpm`` believes what it found of a request: finding costs what an admission does, and the cache changes
 little meanwhile."""
-
-OrderKey: TypeAlias = tuple[float, int]
-"""What a request is ordered by; the second part is its place in the order of arrival, so no two are equal."""
 
 
 class SchedulingPolicy(Protocol):
@@ -112,7 +109,7 @@ class FirstComeFirstServed(_FixedOrder):
 
     def key(self, request: Request) -> OrderKey:
         """See :class:`SchedulingPolicy`."""
-        return (0.0, request.index)
+        return OrderKey.of(0.0, request.index)
 
     def level(self, request: Request) -> int:  # noqa: ARG002 - nobody is more urgent
         """See :class:`SchedulingPolicy`."""
@@ -142,7 +139,7 @@ class PriorityWithAging(_FixedOrder):
 
     def key(self, request: Request) -> OrderKey:
         """See :class:`SchedulingPolicy`."""
-        return (request.priority * self._aging_s + request.arrival_s, request.index)
+        return OrderKey.of(request.priority * self._aging_s + request.arrival_s, request.index)
 
     def level(self, request: Request) -> int:
         """See :class:`SchedulingPolicy`."""
@@ -174,7 +171,7 @@ class LongestPrefixMatch(_FixedOrder):
 
     def key(self, request: Request) -> OrderKey:
         """See :class:`SchedulingPolicy`."""
-        return (0.0, request.index)
+        return OrderKey.of(0.0, request.index)
 
     def choose(self, waiting: Sequence[Request], now: float, num_cached: Callable[[Request], int]) -> Request:
         """See :class:`SchedulingPolicy`."""

@@ -5,18 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from pagefold.kv import num_blocks_for
+from pagefold.request import OrderKey
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from pagefold.kv import KVCore
     from pagefold.request import Request
-    from pagefold.scheduler.policy import OrderKey
     from pagefold.scheduler.queues import Queues
 
 __all__ = ["LAST_OF_ALL", "Ahead", "QueueAhead"]
 
-LAST_OF_ALL: OrderKey = (float("inf"), 0)
+LAST_OF_ALL = OrderKey.of(float("inf"), 0)
 """A key behind all others."""
 
 

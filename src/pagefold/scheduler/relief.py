@@ -23,11 +23,14 @@ Room in the arena helps none but who streams: it is where blocks are cold.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from pagefold.events import Emit, PreemptionCause, RequestPreempted
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from pagefold.events import WaitCause
     from pagefold.kv import Block, KVCore, PrefixHit
     from pagefold.request import Request
@@ -187,12 +190,27 @@ class Relief:
             going = set(gone.requests)
             running = [one for one in running if one not in going]
         needed = self._needed_at_once(request, hit, None, num_steps)
-        growing = [one for one in running if num_steps or one.cache is None or one.num_tokens > one.cache.capacity]
-        needed += sum(self._needs.growth(one, num_steps) for one in growing if one.cache is not None)
+        needed += sum(self._grows_first(one, num_steps) for one in running)
         needed += sum(len(one.forks) for one in running) * self._core.num_groups
-        if self._num_missing_without_pins(request, needed, blocks) > gone.num_blocks:
+        num_freed = gone.num_blocks - _num_only_of(gone, blocks)  # it begins with these: they are no room for the rest
+        if self._num_missing_without_pins(request, needed, blocks) > num_freed:
             return False
         return self._rule.has_room(request, blocks, step_id, gone=gone)
+
+    def _grows_first(self, request: Request, num_steps: int) -> int:
+        """Return the blocks that ``request``, which runs, takes in a step before anybody is let in, and grows by then.
+
+        Among them are copies of those that it shares with other samples.
+        """
+        cache = request.cache
+        if cache is None:
+            return 0
+        if self._core.trims:
+            return self._needs.growth(request, num_steps)
+        num_copied = cache.may_share_tail * self._core.num_groups
+        if not num_steps and request.num_tokens <= cache.capacity:  # so it is of most, and all that run are asked
+            return num_copied
+        return num_copied + self._needs.growth(request, num_steps)
 
     def preempt(self, victim: Request, beneficiary: Request, cause: PreemptionCause) -> None:
         """Take a running request's blocks; what is published stays cached and spares work if it is still there.
@@ -295,3 +313,13 @@ class Relief:
         """Return how many blocks pins alone keep, those of a hit aside: who has it has them anyway."""
         own = sum(1 for block in found if block.num_pin_refs and not block.num_table_refs)
         return self._core.pool.num_pinned - own
+
+
+def _num_only_of(gone: Gone, found: Sequence[Block]) -> int:
+    """Return how many of the blocks ``found`` in the cache only those hold who would be gone."""
+    held = [block for block in found if block.num_table_refs and not block.num_pin_refs]
+    if not held:
+        return 0
+    caches = [one.cache for one in gone.requests if one.cache is not None]
+    refs = Counter(block_id for cache in caches for block_id in cache.all_block_ids())
+    return sum(block.num_table_refs == refs[block.block_id] for block in held)

@@ -35,7 +35,7 @@ from pagefold.events import (
     StepPlanned,
     ignore,
 )
-from pagefold.request import FinishReason, Request, RequestStatus
+from pagefold.request import FinishReason, OrderKey, Request, RequestStatus
 from pagefold.scheduler.admission import Admission
 from pagefold.scheduler.beams import Beams, leaders
 from pagefold.scheduler.committing import commit, commit_packed, join, publish_late
@@ -191,9 +191,9 @@ class Scheduler:
             sample.times.num_ahead = num_ahead
             sample.index = self._num_arrived
             self._num_arrived += 1
-        tag = self.policy.key(request)[0]
+        tag = self.policy.key(request).tag
         for sample in (request, *request.forks):
-            sample.order = (tag, sample.index)
+            sample.order = OrderKey.of(tag, sample.index)
         self.policy.arrived(request)
         self.core.quotas.arrived(request.tenant, request.quota)
         self._queues.enter(request)

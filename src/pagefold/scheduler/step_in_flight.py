@@ -11,6 +11,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from pagefold.request import OrderKey
 from pagefold.scheduler.guardrails.landed_step import NO_CAP
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ class StepInFlight:
         self.prefill_cap_tokens = NO_CAP
         self.num_recomputed_tokens = 0
         self.num_reserved = 0
-        self.reserved_for = (0.0, -1)
+        self.reserved_for = OrderKey.of(0.0, -1)
         self.has_made_way = False
         self.waits_for: WaitCause | None = None
         self.capped: set[str] = set()

@@ -80,12 +80,11 @@ class Victims:
         """Return what is looked at before what is lost; the least goes first."""
         return -self._policy.level(request), request.num_preemptions
 
-    def _loss(self, request: Request) -> tuple[float, float, int]:
+    def _loss(self, request: Request) -> tuple[float, list[float]]:
         """Return the blocks lost for each block freed, and behind it the order, the last first."""
         seats = [request] if request.beams is None or not request.beams.has_begun else request.beams.seats
         loss = loss_of(self._core, seats)
-        key, index = request.order
-        return loss.in_blocks(self._core.block_size), -key, -index
+        return loss.in_blocks(self._core.block_size), [-part for part in request.order]
 
 
 def loss_of(core: KVCore, seats: Sequence[Request]) -> Loss:

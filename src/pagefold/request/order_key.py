@@ -1,0 +1,30 @@
+"""OrderKey: what a request is ordered by among those that wait, and among those that run."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+__all__ = ["OrderKey"]
+
+
+class OrderKey(NamedTuple):
+    """What a request is ordered by: the smallest goes first, and no two are equal.
+
+    Attributes:
+        tag: the scheduling policy's.
+        rank: twice its place in the order of arrival; of who was put behind another one, one more than that one's.
+        index: its place in the order of arrival.
+    """
+
+    tag: float
+    rank: int
+    index: int
+
+    @classmethod
+    def of(cls, tag: float, index: int) -> OrderKey:
+        """Return the key of who has ``tag`` and was the ``index``-th to come."""
+        return cls(tag, 2 * index, index)
+
+    def behind(self, index: int) -> OrderKey:
+        """Return the key of who was the ``index``-th to come, and goes right behind whose key this is."""
+        return OrderKey(self.tag, self.rank + 1, index)
