@@ -779,7 +779,7 @@ class Machine:
             self._check_shares()
         else:
             known = [(request.priority * 2.5 + request.arrival_s, request.index) for request in scheduler.waiting]
-            assert known == [(order.tag, order.index) for order in waiting]
+            assert known == [(order.tag, order.arrival) for order in waiting]
             self._saw("overtakes", any(a.index > b.index for a, b in pairwise(scheduler.waiting)))
         for flight in self.flights:
             running = [request for request in flight.requests if request in scheduler.running]

@@ -13,18 +13,18 @@ class OrderKey(NamedTuple):
     Attributes:
         tag: the scheduling policy's.
         rank: twice its place in the order of arrival; of who was put behind another one, one more than that one's.
-        index: its place in the order of arrival.
+        arrival: its place in the order of arrival.
     """
 
     tag: float
     rank: int
-    index: int
+    arrival: int
 
     @classmethod
-    def of(cls, tag: float, index: int) -> OrderKey:
-        """Return the key of who has ``tag`` and was the ``index``-th to come."""
-        return cls(tag, 2 * index, index)
+    def of(cls, tag: float, arrival: int) -> OrderKey:
+        """Return the key of who has ``tag`` and was the ``arrival``-th to come."""
+        return cls(tag, 2 * arrival, arrival)
 
-    def behind(self, index: int) -> OrderKey:
-        """Return the key of who was the ``index``-th to come, and goes right behind whose key this is."""
-        return OrderKey(self.tag, self.rank + 1, index)
+    def behind(self, arrival: int) -> OrderKey:
+        """Return the key of who was the ``arrival``-th to come, and goes right behind whose key this is."""
+        return OrderKey(self.tag, self.rank + 1, arrival)
