@@ -68,11 +68,11 @@ def test_the_log_names_the_request(poisoned, caplog):
 
 def test_others_of_the_batch_are_answered_as_ever(poisoned, caplog):
     prompt = list(range(200, 230))
-    expected = poisoned.complete(prompt, **GREEDY, logprobs=2)["choices"]
+    (expected,) = poisoned.complete(prompt, **GREEDY, logprobs=2)["choices"]
     found = []
 
     def ask():
-        found.append(poisoned.complete(prompt, **GREEDY, logprobs=2)["choices"])
+        found.extend(poisoned.complete(prompt, **GREEDY, logprobs=2)["choices"])
 
     def ask_badly():
         poisoned.http.post("/v1/completions", json={"prompt": BAD})
@@ -84,7 +84,14 @@ def test_others_of_the_batch_are_answered_as_ever(poisoned, caplog):
     poisoned.runner.allow()
     for asker in askers:
         asker.join()
-    assert found == [expected] * 3
+    assert [choice["text"] for choice in found] == [expected["text"]] * 3
+    for choice in found:
+        ours, alone = choice["logprobs"], expected["logprobs"]
+        assert ours["tokens"] == alone["tokens"]
+        # torch sums a softmax in another order by how many rows there are and where they lie: the last bit may differ.
+        assert ours["token_logprobs"] == pytest.approx(alone["token_logprobs"], rel=1e-14)
+        for top, top_alone in zip(ours["top_logprobs"], alone["top_logprobs"], strict=True):
+            assert top == pytest.approx(top_alone, rel=1e-14)
 
 
 def test_openai_s_client_raises(poisoned, caplog):
