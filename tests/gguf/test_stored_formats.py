@@ -6,6 +6,7 @@ does just that in float64. And the bits are the same in every setting, as in eve
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 from typing import TYPE_CHECKING
 
@@ -124,6 +125,8 @@ def test_logits_are_the_same_to_the_bit_in_any_company(family, folder, k_pair, t
 @pytest.mark.quick(every=12)
 @pytest.mark.parametrize(("family", "setting"), deal(FUSED, ALL_SETTINGS, every=6))
 def test_outputs_are_those_alone(family, setting, folder):
+    if family.startswith("gemma"):  # windows give blocks back: fewer are preempted in a round
+        setting = replace(setting, num_rounds=2 * setting.num_rounds)
     trial = Trial(setting, SHORT, folder(family))
     trial.run()
     trial.assert_exact(AloneOutputs(folder(family), SHORT.num_outputs, model_impl="pagefold", threads=1))

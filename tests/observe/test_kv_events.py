@@ -101,7 +101,7 @@ def test_of_one_group_it_is_the_tree(monkeypatch, seed):
             heard.check(self.core)
 
     monkeypatch.setattr(test_machine, "Machine", Machine)
-    seen = test_machine.random_operations(seed, 200, "lru", num_host_blocks=(0, 30)[seed % 2])
+    seen = test_machine.random_operations(seed, 400, "lru", num_host_blocks=(0, 30)[seed % 2])
     assert seen["allocation"]
     assert heard.events(BlockRemoved)
 
