@@ -1,4 +1,4 @@
-"""A Llama of 1B shape with random weights: a folder as models come in, for what is timed and not read."""
+"""A Llama of 1B shape with random weights: a folder, or a GGUF file, for what is timed and not read."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["LLAMA_1B", "write_llama"]
+__all__ = ["LLAMA_1B", "write_llama", "write_stored_llama"]
 
 LLAMA_1B = {
     "architectures": ["LlamaForCausalLM"],
@@ -71,3 +71,61 @@ def write_llama(folder: Path, tokenizer_from: Path) -> None:
     for name in _TOKENIZER_FILES:
         if (tokenizer_from / name).exists():
             shutil.copy(tokenizer_from / name, folder / name)
+
+
+def write_stored_llama(file: Path, header_from: Path) -> None:
+    """Write the model as a GGUF file in Q4_K: random blocks, and the tokenizer and the vocabulary of another file.
+
+    A block of 256 weights is a scale and a least value in float16, 12 bytes of scales, and 128 bytes of codes. The two
+    numbers are such that weights are as large as a model's.
+    """
+    import gguf
+    import numpy as np
+
+    kind = gguf.GGMLQuantizationType.Q4_K
+    block_size, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    rng = np.random.default_rng(0)
+
+    def random(rows: int, columns: int) -> np.ndarray:
+        blocks = rng.integers(0, 256, (rows, columns // block_size, block_bytes), dtype=np.uint8)
+        blocks[..., :4] = np.array([1e-4, 7.5e-4], dtype=np.float16).view(np.uint8)
+        return blocks.reshape(rows, -1)
+
+    other = gguf.GGUFReader(header_from)
+    hidden, inner = LLAMA_1B["hidden_size"], LLAMA_1B["intermediate_size"]
+    num_out, num_kv = (LLAMA_1B[name] * LLAMA_1B["head_dim"] for name in ("num_attention_heads", "num_key_value_heads"))
+    own = {
+        "llama.block_count": LLAMA_1B["num_hidden_layers"],
+        "llama.embedding_length": hidden,
+        "llama.feed_forward_length": inner,
+        "llama.attention.head_count": LLAMA_1B["num_attention_heads"],
+        "llama.attention.head_count_kv": LLAMA_1B["num_key_value_heads"],
+        "llama.rope.dimension_count": LLAMA_1B["head_dim"],
+    }
+    writer = gguf.GGUFWriter(file, "llama")
+    for field in other.fields.values():
+        if field.name.startswith("GGUF.") or field.name == gguf.Keys.General.ARCHITECTURE:
+            continue
+        inside = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
+        writer.add_key_value(field.name, own.get(field.name, field.contents()), field.types[0], inside)
+    vocab_size = next(int(tensor.shape[1]) for tensor in other.tensors if tensor.name == "token_embd.weight")
+    writer.add_tensor("token_embd.weight", random(vocab_size, hidden), raw_dtype=kind)
+    writer.add_tensor("output_norm.weight", np.ones(hidden, dtype=np.float32))
+    shapes = {
+        "attn_q": (num_out, hidden),
+        "attn_k": (num_kv, hidden),
+        "attn_v": (num_kv, hidden),
+        "attn_output": (hidden, num_out),
+        "ffn_gate": (inner, hidden),
+        "ffn_up": (inner, hidden),
+        "ffn_down": (hidden, inner),
+    }
+    for layer in range(LLAMA_1B["num_hidden_layers"]):
+        for name, shape in shapes.items():
+            writer.add_tensor(f"blk.{layer}.{name}.weight", random(*shape), raw_dtype=kind)
+        for name in ("attn_norm", "ffn_norm"):
+            writer.add_tensor(f"blk.{layer}.{name}.weight", np.ones(hidden, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
