@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -37,6 +37,30 @@ _SPREAD = 0.02
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 
 
+class _Matrix(NamedTuple):
+    """A matrix of a layer: its name in a folder and in a GGUF file, and its shape."""
+
+    in_folder: str
+    in_file: str
+    rows: int
+    columns: int
+
+
+def _matrices() -> list[_Matrix]:
+    """Return the matrices of a layer."""
+    hidden, inner = LLAMA_1B["hidden_size"], LLAMA_1B["intermediate_size"]
+    num_out, num_kv = (LLAMA_1B[name] * LLAMA_1B["head_dim"] for name in ("num_attention_heads", "num_key_value_heads"))
+    return [
+        _Matrix("self_attn.q_proj", "attn_q", num_out, hidden),
+        _Matrix("self_attn.k_proj", "attn_k", num_kv, hidden),
+        _Matrix("self_attn.v_proj", "attn_v", num_kv, hidden),
+        _Matrix("self_attn.o_proj", "attn_output", hidden, num_out),
+        _Matrix("mlp.gate_proj", "ffn_gate", inner, hidden),
+        _Matrix("mlp.up_proj", "ffn_up", inner, hidden),
+        _Matrix("mlp.down_proj", "ffn_down", hidden, inner),
+    ]
+
+
 def write_llama(folder: Path, tokenizer_from: Path) -> None:
     """Write the model into ``folder``: 2.5 GB of bfloat16, and the tokenizer of another model, which nobody asks."""
     import torch
@@ -47,23 +71,12 @@ def write_llama(folder: Path, tokenizer_from: Path) -> None:
     def random(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.bfloat16).normal_(0, _SPREAD, generator=generator)
 
-    hidden, inner = LLAMA_1B["hidden_size"], LLAMA_1B["intermediate_size"]
-    head_dim, vocab_size = LLAMA_1B["head_dim"], LLAMA_1B["vocab_size"]
-    num_out, num_kv = (LLAMA_1B[name] * head_dim for name in ("num_attention_heads", "num_key_value_heads"))
+    hidden, vocab_size = LLAMA_1B["hidden_size"], LLAMA_1B["vocab_size"]
     ones = torch.ones(hidden, dtype=torch.bfloat16)
     tensors = {"model.embed_tokens.weight": random(vocab_size, hidden), "model.norm.weight": ones.clone()}
-    shapes = {
-        "self_attn.q_proj": (num_out, hidden),
-        "self_attn.k_proj": (num_kv, hidden),
-        "self_attn.v_proj": (num_kv, hidden),
-        "self_attn.o_proj": (hidden, num_out),
-        "mlp.gate_proj": (inner, hidden),
-        "mlp.up_proj": (inner, hidden),
-        "mlp.down_proj": (hidden, inner),
-    }
     for layer in range(LLAMA_1B["num_hidden_layers"]):
-        for name, shape in shapes.items():
-            tensors[f"model.layers.{layer}.{name}.weight"] = random(*shape)
+        for one in _matrices():
+            tensors[f"model.layers.{layer}.{one.in_folder}.weight"] = random(one.rows, one.columns)
         for name in ("input_layernorm", "post_attention_layernorm"):
             tensors[f"model.layers.{layer}.{name}.weight"] = ones.clone()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -92,12 +105,11 @@ def write_stored_llama(file: Path, header_from: Path) -> None:
         return blocks.reshape(rows, -1)
 
     other = gguf.GGUFReader(header_from)
-    hidden, inner = LLAMA_1B["hidden_size"], LLAMA_1B["intermediate_size"]
-    num_out, num_kv = (LLAMA_1B[name] * LLAMA_1B["head_dim"] for name in ("num_attention_heads", "num_key_value_heads"))
+    hidden = LLAMA_1B["hidden_size"]
     own = {
         "llama.block_count": LLAMA_1B["num_hidden_layers"],
         "llama.embedding_length": hidden,
-        "llama.feed_forward_length": inner,
+        "llama.feed_forward_length": LLAMA_1B["intermediate_size"],
         "llama.attention.head_count": LLAMA_1B["num_attention_heads"],
         "llama.attention.head_count_kv": LLAMA_1B["num_key_value_heads"],
         "llama.rope.dimension_count": LLAMA_1B["head_dim"],
@@ -111,18 +123,10 @@ def write_stored_llama(file: Path, header_from: Path) -> None:
     vocab_size = next(int(tensor.shape[1]) for tensor in other.tensors if tensor.name == "token_embd.weight")
     writer.add_tensor("token_embd.weight", random(vocab_size, hidden), raw_dtype=kind)
     writer.add_tensor("output_norm.weight", np.ones(hidden, dtype=np.float32))
-    shapes = {
-        "attn_q": (num_out, hidden),
-        "attn_k": (num_kv, hidden),
-        "attn_v": (num_kv, hidden),
-        "attn_output": (hidden, num_out),
-        "ffn_gate": (inner, hidden),
-        "ffn_up": (inner, hidden),
-        "ffn_down": (hidden, inner),
-    }
     for layer in range(LLAMA_1B["num_hidden_layers"]):
-        for name, shape in shapes.items():
-            writer.add_tensor(f"blk.{layer}.{name}.weight", random(*shape), raw_dtype=kind)
+        for one in _matrices():
+            blocks = random(one.rows, one.columns)
+            writer.add_tensor(f"blk.{layer}.{one.in_file}.weight", blocks, raw_dtype=kind)
         for name in ("attn_norm", "ffn_norm"):
             writer.add_tensor(f"blk.{layer}.{name}.weight", np.ones(hidden, dtype=np.float32))
     writer.write_header_to_file()

@@ -84,14 +84,17 @@ def test_others_of_the_batch_are_answered_as_ever(poisoned, caplog):
     poisoned.runner.allow()
     for asker in askers:
         asker.join()
-    assert [choice["text"] for choice in found] == [expected["text"]] * 3
+    assert len(found) == 3
+    alone = expected.pop("logprobs")
     for choice in found:
-        ours, alone = choice["logprobs"], expected["logprobs"]
-        assert ours["tokens"] == alone["tokens"]
+        ours = choice.pop("logprobs")
+        assert choice == expected
         # torch sums a softmax in another order by how many rows there are and where they lie: the last bit may differ.
-        assert ours["token_logprobs"] == pytest.approx(alone["token_logprobs"], rel=1e-14)
-        for top, top_alone in zip(ours["top_logprobs"], alone["top_logprobs"], strict=True):
+        assert ours.pop("token_logprobs") == pytest.approx(alone["token_logprobs"], rel=1e-14)
+        for top, top_alone in zip(ours.pop("top_logprobs"), alone["top_logprobs"], strict=True):
             assert top == pytest.approx(top_alone, rel=1e-14)
+        assert ours.items() <= alone.items()
+        assert alone.keys() - ours.keys() == {"token_logprobs", "top_logprobs"}
 
 
 def test_openai_s_client_raises(poisoned, caplog):
