@@ -4,7 +4,9 @@ Workload: two tenants of equal weights, Poisson arrivals, in virtual time on the
 what it does on a small CPU (40 ms, 0.3 ms a token computed, 1 us a token read). One tenant sends half its share of what
 the server can do, the other 20 x its share. In three settings what is short is seats (``max_num_seqs``), blocks, or
 tokens of a step. Prompts and outputs are exponential around their means. First come first served is beside it, with no
-limit asked; and with it, how the served tokens were shared, and how many requests made way.
+limit asked; and with it, how the served tokens were shared, how many requests made way, and the ratio did no request
+wait for its first step: steps are longer and fuller beside somebody, whatever goes first. Where tokens are short,
+what ideal sharing gives is beside it too: a server of the tenant's own, half as fast, over one that is as fast.
 
     python benchmarks/fair_shares.py [--seconds 600] [--seeds 3] [--json FILE]
 """
@@ -60,17 +62,24 @@ SETTINGS = {
 }
 
 
+def p95(values: list[float]) -> float:
+    """Return the 95th percentile."""
+    return sorted(values)[int(0.95 * (len(values) - 1))]
+
+
 @dataclass
 class Outcome:
     """What came of a run.
 
     Attributes:
         ttfts_s: of each tenant's requests that got a first token, by tenant.
+        computing_s: of these, from when their first step began.
         num_served: tokens computed and sampled, by tenant.
         num_made_way: preemptions for shares.
     """
 
     ttfts_s: dict[str, list[float]] = field(default_factory=lambda: {BURST: [], GOOD: []})
+    computing_s: dict[str, list[float]] = field(default_factory=lambda: {BURST: [], GOOD: []})
     num_served: dict[str, int] = field(default_factory=lambda: {BURST: 0, GOOD: 0})
     num_made_way: int = 0
 
@@ -81,8 +90,7 @@ class Outcome:
 
     def p95_s(self, tenant: str) -> float:
         """Return the 95th percentile of a tenant's TTFT."""
-        ttfts_s = sorted(self.ttfts_s[tenant])
-        return ttfts_s[int(0.95 * (len(ttfts_s) - 1))]
+        return p95(self.ttfts_s[tenant])
 
 
 def arrivals(setting: Setting, rates: dict[str, float], seconds: float, seed: int) -> list[Request]:
@@ -117,6 +125,7 @@ def run(setting: Setting, policy: str, requests: list[Request], seconds: float) 
     limits = SchedulerLimits(setting.max_num_seqs, setting.max_num_batched_tokens)
     scheduler = Scheduler(core, limits, policy=SCHEDULING_POLICIES[policy](60.0), emit=outcome.note)
     coming = deque(requests)
+    began_s: dict[Request, float] = {}
     num_good = sum(request.tenant == GOOD for request in requests)
     while clock() < seconds or (len(outcome.ttfts_s[GOOD]) < num_good and policy == "fair"):
         if not scheduler.has_work:
@@ -128,16 +137,32 @@ def run(setting: Setting, policy: str, requests: list[Request], seconds: float) 
         plan = scheduler.schedule(clock())
         for request, num_tokens in zip(scheduler.in_step, plan.num_tokens, strict=True):
             outcome.num_served[request.tenant] += num_tokens
+            began_s.setdefault(request, clock())
         result = runner.run(plan)
         clock.advance(COST(plan))
         for request in scheduler.apply(result):
             if request.times.first_token_s is None:
                 request.times.first_token_s = clock()
                 outcome.ttfts_s[request.tenant].append(clock() - request.arrival_s)
+                outcome.computing_s[request.tenant].append(clock() - began_s[request])
     if policy != "fair":  # who waits still has waited that long at least
         waiting = [request for request in scheduler.waiting if request.tenant == GOOD]
         outcome.ttfts_s[GOOD] += [clock() - request.arrival_s for request in waiting]
     return outcome
+
+
+def ideal_ttfts_s(setting: Setting, requests: list[Request], share: float) -> list[float]:
+    """Return TTFTs of prompts that are computed one after another at a share of the full speed.
+
+    It is what the ideal of fair sharing gives a tenant (generalized processor sharing; Parekh and Gallager 1993) while
+    somebody else always has work: no step to wait for, and no output of anybody's in the way.
+    """
+    token_s = (COST.step_s / setting.max_num_batched_tokens + COST.token_s) / share
+    end_s, ttfts_s = 0.0, []
+    for request in requests:
+        end_s = max(end_s, request.arrival_s) + token_s * request.num_prompt_tokens
+        ttfts_s.append(end_s - request.arrival_s)
+    return ttfts_s
 
 
 def most_a_second(setting: Setting) -> float:
@@ -162,6 +187,7 @@ def measure(name: str, setting: Setting, seconds: float, seeds: int) -> list[Row
                 outcome.num_made_way += one.num_made_way
                 for tenant in (GOOD, BURST):
                     outcome.ttfts_s[tenant] += one.ttfts_s[tenant]
+                    outcome.computing_s[tenant] += one.computing_s[tenant]
                     outcome.num_served[tenant] += one.num_served[tenant]
         ratio = beside.p95_s(GOOD) / alone.p95_s(GOOD)
         values: dict[str, object] = {
@@ -189,6 +215,12 @@ def measure(name: str, setting: Setting, seconds: float, seeds: int) -> list[Row
             share = beside.num_served[GOOD] / sum(beside.num_served.values())
             got = f"{share:.0%} of the tokens, {beside.num_made_way} made way"
             rows.append(Row(f"{name} short, fair: what it is served", "", got))
+            least = p95(beside.computing_s[GOOD]) / alone.p95_s(GOOD)
+            rows.append(Row(f"{name} short, fair: the ratio from its requests' first steps on", "", f"{least:.2f} x"))
+    if name == "tokens":
+        sent = [arrivals(setting, {GOOD: rates[GOOD]}, seconds, seed) for seed in range(seeds)]
+        half, whole = (p95([s for each in sent for s in ideal_ttfts_s(setting, each, share)]) for share in (0.5, 1.0))
+        rows.append(Row("tokens short, ideal sharing", "", f"{half / whole:.2f} x ({whole:.2f} s -> {half:.2f} s)"))
     return rows
 
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PEER", "HttpRun", "serve"]
 
-PEER = Path(__file__).parents[1] / ".peers" / "vllm" / "bin" / "vllm"
+PEER = Path(__file__).parents[1] / ".peers" / "vllm" / "bin" / "python"
 NUM_TOKEN_IDS = 49_152
 EOS = 2
 KV_BYTES = 2**20 * 48
@@ -96,7 +96,12 @@ def serve(sent: list[Sent], flags: list[str], *, is_peer: bool = False) -> HttpR
         model = tiny_model(Path(folder) / "model", 2 * MAX_TOKENS)
         if is_peer:
             environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
-            command = [str(PEER), "serve", str(model), "--host=127.0.0.1", "--port=18931", "--dtype=float32"]
+            # As in peers.toml: it keeps a core for itself otherwise, and its documentation asks for libiomp.
+            environment["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+            environment["LD_PRELOAD"] = str(PEER.parents[1] / "lib" / "libiomp5.so")
+            # Its command asks for the package's name, which the CPU build does not have.
+            command = [str(PEER), "-m", "vllm.entrypoints.openai.api_server", f"--model={model}", "--dtype=float32"]
+            command += ["--host=127.0.0.1", "--port=18931"]
             command += [f"--max-model-len={2 * MAX_TOKENS}", f"--kv-cache-memory-bytes={KV_BYTES}", *flags]
             with _server(command, environment, "http://127.0.0.1:18931") as url:
                 return asyncio.run(_drive(url, str(model), sent, has_metrics=False))

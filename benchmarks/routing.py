@@ -5,15 +5,16 @@ Parts:
 * simulated: a real trace (``--trace``, one hour of a chat service) on 100 replicas of 262,144 tokens each, in virtual
   time, by the router that deployments have: hit tokens over one server with the memory and the speed of all; beside it
   routing by load alone.
-* two: two real servers on Ray, a thread each, SmolLM2-135M. Conversations return in a random order; a replica's cache
-  holds six tenths of what all of them come to. Hit tokens, and time to the first token of turns that return, by
-  prefixes over round robin.
-* newcomer: a server that has just started, and prompts that another one has computed: time to the first token with a
-  Redis pool that both use, over the same without.
+* two: two real servers on Ray, a thread each, SmolLM2-135M. Conversations return in a random order, and the two caches
+  together hold just what all of them come to (``--hold``: a replica's share of it). Hit tokens, and time to the first
+  token of turns that return, by prefixes over round robin.
+* newcomer: a server that has just started, and prompts (of ``--prompt-tokens``) that another one has computed: time to
+  the first token with a Redis pool that both use, over the same without.
 
 Servers run one after another, and nothing else should run meanwhile.
 
-    python benchmarks/routing.py [--only simulated] [--trace FILE] [--replicas 100] [--json FILE]
+    python benchmarks/routing.py [--only simulated] [--trace FILE] [--replicas 100] [--hold 0.5]
+        [--prompt-tokens 1024] [--json FILE]
 """
 
 from __future__ import annotations
@@ -52,9 +53,9 @@ TRACE = "mooncake_conversation.jsonl"
 ID_TOKENS = 512
 REPLICA_TOKENS = 262_144
 TOKEN_S = 100e-6
-CONVERSATIONS, TURNS, FIRST, IN, OUT = 16, 5, 512, 96, 16
+CONVERSATIONS, TURNS, FIRST, IN, OUT = 16, 5, 1024, 96, 16
 TOKEN_BYTES = 46_080  # of SmolLM2 in float32
-PROMPTS, PROMPT_TOKENS = 100, 512
+PROMPTS = 100
 START_S = 600.0
 _READY = re.compile(r"ready on (http://\S+)")
 
@@ -149,11 +150,11 @@ def server(*flags: str, is_fleet: bool = False) -> Iterator[httpx.Client]:
         process.wait(START_S)
 
 
-def converse(routing: str, seed: int) -> list[Seen]:
+def converse(routing: str, hold: float, seed: int) -> list[Seen]:
     """Have conversations with two servers; return what returning turns met."""
     rng = random.Random(seed)
     most = CONVERSATIONS * (FIRST + (TURNS - 1) * (IN + OUT) + OUT)
-    budget = int(0.6 * most) * TOKEN_BYTES
+    budget = int(hold * most) * TOKEN_BYTES
     prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(FIRST)] for _ in range(CONVERSATIONS)]
     order = [number for turn in range(TURNS) for number in rng.sample(range(CONVERSATIONS), CONVERSATIONS)]
     flags = ("--replicas", "2", "--threads", "1", "--routing", routing, "--kv-cache-memory-bytes", str(budget))
@@ -177,28 +178,28 @@ def until_known(http: httpx.Client) -> None:
         time.sleep(0.2)
 
 
-def two(seed: int) -> list[Row]:
+def two(hold: float, seed: int) -> list[Row]:
     """Compare two real servers by prefixes and round robin."""
     if find_spec("ray") is None:
         return [Row("two real servers", "", "not measured: Ray is not installed (make test-ray installs it)")]
     seen = {}
     for routing in ("round_robin", "prefix"):
         console.print(f"two servers, {routing}: some minutes")
-        seen[routing] = converse(routing, seed)
+        seen[routing] = converse(routing, hold, seed)
     hits = {name: sum(each.num_cached for each in runs) for name, runs in seen.items()}
     ttfts = {name: statistics.median(each.ttft_s for each in runs) for name, runs in seen.items()}
     gain, share = hits["prefix"] / max(1, hits["round_robin"]), ttfts["prefix"] / ttfts["round_robin"]
     asked = sum(each.num_tokens for each in seen["prefix"])
     return [
         Row(
-            "two servers: hit tokens by prefixes over round robin",
+            f"two servers, each with KV for {hold:g} of all: hit tokens by prefixes over round robin",
             ">= 1.8 x",
             f"{gain:.2f} x",
             gain >= 1.8,
             {"hit_tokens": hits, "prompt_tokens": asked},
         ),
         Row(
-            "two servers: TTFT p50 of returning turns, likewise",
+            "  TTFT p50 of returning turns, likewise",
             "<= .35 x",
             f"{share:.2f} x",
             share <= 0.35,
@@ -223,13 +224,13 @@ def redis() -> Iterator[str]:
         process.wait(60)
 
 
-def newcomer(seed: int) -> list[Row]:
+def newcomer(prompt_tokens: int, seed: int) -> list[Row]:
     """Compare a new server with a pool that others have filled, and without."""
     if shutil.which("redis-server") is None:
         return [Row("a new server with a pool", "", "not measured: redis-server is not installed")]
     rng = random.Random(seed)
-    prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(PROMPT_TOKENS)] for _ in range(PROMPTS)]
-    memory = ("--kv-cache-memory-bytes", str((PROMPTS + 8) * (PROMPT_TOKENS + 64) * TOKEN_BYTES))
+    prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(prompt_tokens)] for _ in range(PROMPTS)]
+    memory = ("--kv-cache-memory-bytes", str((PROMPTS + 8) * (prompt_tokens + 64) * TOKEN_BYTES))
     tail = [rng.randrange(VOCAB_SIZE) for _ in range(8)]
     with redis() as address:
         tiers = ("--kv-offloading-size", "8", "--kv-remote-url", address)
@@ -245,7 +246,7 @@ def newcomer(seed: int) -> list[Row]:
     share = statistics.median(each.ttft_s for each in warm) / statistics.median(each.ttft_s for each in cold)
     found = sum(each.num_cached for each in warm) / sum(each.num_tokens for each in warm)
     values = {"found": found, "warm_s": [each.ttft_s for each in warm], "cold_s": [each.ttft_s for each in cold]}
-    what = f"a new server's first {PROMPTS} returning prompts with a pool over a cold one, TTFT p50"
+    what = f"a new server's first {PROMPTS} returning prompts of {prompt_tokens:,}, a pool over none, TTFT p50"
     return [Row(what, "<= .3 x", f"{share:.2f} x ({found:.0%} found)", share <= 0.3, values)]
 
 
@@ -255,6 +256,8 @@ def main() -> None:
     arguments.add_argument("--only", action="append", choices=("simulated", "two", "newcomer"))
     arguments.add_argument("--trace", type=Path, default=traces_folder() / TRACE if traces_folder() else None)
     arguments.add_argument("--replicas", type=int, default=100)
+    arguments.add_argument("--hold", type=float, default=0.5, help="of two: what a replica's KV holds of everything")
+    arguments.add_argument("--prompt-tokens", type=int, default=1024, help="of newcomer")
     arguments.add_argument("--seed", type=int, default=0)
     given = arguments.parse_args()
     parts = given.only or ("simulated", "two", "newcomer")
@@ -265,9 +268,9 @@ def main() -> None:
         else:
             rows += simulated(given.trace, given.replicas)
     if "two" in parts:
-        rows += two(given.seed)
+        rows += two(given.hold, given.seed)
     if "newcomer" in parts:
-        rows += newcomer(given.seed)
+        rows += newcomer(given.prompt_tokens, given.seed)
     print_report("routing", rows, machine(), given.json)
 
 
