@@ -44,10 +44,8 @@ DRIVER = HERE.parent / "tests" / "integrations" / "drive_vllm_connector.py"
 ASKED = {"float32": 2.5, "bfloat16": 1.8}
 HOST_BYTES = "1536MiB"
 ALONE, WITH, LIMIT = "vllm", "vllm with the connector", "vllm with KV for all, five at once"
-ALL_BLOCKS, AT_ONCE = (
-    144,
-    5,
-)  # blocks of 128 tokens for 18,432 tokens; as many requests as a quarter of them has room for
+ALL_BLOCKS = 144  # of 128 tokens, for 18,432
+AT_ONCE = 5  # requests of about a thousand tokens that a quarter of them has room for
 
 console = Console(stderr=True)
 
