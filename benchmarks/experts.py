@@ -7,7 +7,11 @@ of a static batch, which transformers decodes together, without a limit by memor
 Only decoding counts: of ours the steps in which all 8 requests get a token, of transformers the time of ``generate``
 for all outputs less that for the first one. The engine goes first in even rounds and last in odd ones.
 
-    python benchmarks/experts.py [--dtype bfloat16] [--quantization int8] [--layers 8] [--repeats 3] [--json FILE]
+The limit is what a step must read over what all cores read from memory a second, measured before and behind each round
+(``hardware/ceilings.py``): of every matrix outside the experts all, of the experts those that some token goes to, which
+are counted. Nobody who reads weights of that size can be faster. KV is so short here that it is left out.
+
+    python benchmarks/experts.py [--dtype bfloat16] [--quantization int4] [--layers 8] [--repeats 3] [--json FILE]
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from hardware.ceilings import Ceilings
 from report import Row, machine, parser, print_report
 from rich.console import Console
 from rich.progress import track
@@ -32,6 +37,8 @@ if TYPE_CHECKING:
 NUM_REQUESTS, NUM_PROMPT = 8, 64
 ASKED = 3.0
 VOCAB_SIZE = 32_000
+BYTES_A_WEIGHT = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0, "w8a8_int8": 1.0, "int4": 0.625}
+"""Of what is read; int8's scales, one a row, are left out."""
 
 
 def save_model(folder: Path, args: argparse.Namespace) -> int:
@@ -118,11 +125,31 @@ def theirs(model: Any, prompts: list[list[int]], num_outputs: int) -> float:  # 
     return (generate(num_outputs) - first) / (num_outputs - 1)
 
 
+@torch.inference_mode()
+def weights_of_a_step(model: Any, prompts: list[list[int]]) -> float:  # noqa: ANN401 - likewise
+    """Return how many weights a decoding step needs: of the experts those that a token goes to, in the mean."""
+    chosen: list[int] = []
+    routers = [one for name, one in model.named_modules() if name.endswith("mlp.gate")]
+    hooks = [
+        router.register_forward_hook(lambda _module, _inputs, output: chosen.append(len(output[-1].unique())))
+        for router in routers
+    ]
+    ids = torch.tensor(prompts)
+    model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, min_new_tokens=8, do_sample=False)
+    for hook in hooks:
+        hook.remove()
+    matrices = {name: one for name, one in model.named_parameters() if one.dim() > 1 and "embed_tokens" not in name}
+    in_experts = {name: one for name, one in matrices.items() if ".experts." in name}
+    share = statistics.mean(chosen[len(routers) :]) / model.config.num_experts  # the prompts come first
+    dense = sum(one.numel() for name, one in matrices.items() if name not in in_experts)
+    return dense + share * sum(one.numel() for one in in_experts.values())
+
+
 def main() -> None:
     """Measure, and print the report."""
     arguments = parser(__doc__)
     arguments.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
-    arguments.add_argument("--quantization", default=None, choices=("int8", "w8a8_int8"))
+    arguments.add_argument("--quantization", default=None, choices=("int8", "w8a8_int8", "int4"))
     arguments.add_argument("--layers", type=int, default=8)
     arguments.add_argument("--hidden", type=int, default=1024, help="a multiple of 512")
     arguments.add_argument("--experts", type=int, default=64)
@@ -130,6 +157,8 @@ def main() -> None:
     arguments.add_argument("--repeats", type=int, default=3)
     args = arguments.parse_args()
     from transformers import AutoModelForCausalLM
+
+    from pagefold.runner.fused.formats import decoder_formats
 
     rng = random.Random(0)
     prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(NUM_PROMPT)] for _ in range(NUM_REQUESTS)]
@@ -140,6 +169,10 @@ def main() -> None:
         peer = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, args.dtype)).eval()
         rounds_ours: list[float] = []
         rounds_theirs: list[float] = []
+        num_bytes = weights_of_a_step(peer, prompts) * BYTES_A_WEIGHT[args.quantization or args.dtype]
+        plain = decoder_formats("float32", None).products
+        ceilings = Ceilings(plain)
+        speeds = [ceilings.now().bytes_read]
         ours(engine, prompts, args.outputs)  # compiles, and takes pages of memory
         for number in track(range(args.repeats), "measuring", console=Console(stderr=True), transient=True):
             if number % 2:
@@ -147,10 +180,12 @@ def main() -> None:
             rounds_ours.append(statistics.median(ours(engine, prompts, args.outputs)))
             if not number % 2:
                 rounds_theirs.append(theirs(peer, prompts, args.outputs))
+            speeds.append(ceilings.now().bytes_read)
         gap = difference(engine, peer, prompts[0])
     own, other = statistics.median(rounds_ours), statistics.median(rounds_theirs)
     ratio = other / own
     form = args.quantization or args.dtype
+    least = num_bytes / statistics.median(speeds)
     rows = [
         Row("parameters, and experts a layer", "", f"{num_parameters / 1e9:.2f} G, 8 of {args.experts}"),
         Row(
@@ -163,6 +198,10 @@ def main() -> None:
         Row(
             "tokens/s over transformers", f">= {ASKED:g} x", f"{ratio:.2f} x", ratio >= ASKED,
             {"ours_tokens_per_s": NUM_REQUESTS / own, "theirs_tokens_per_s": NUM_REQUESTS / other, "ratio": ratio},
+        ),
+        Row(
+            f"the limit: a step that only reads its {num_bytes / 1e6:.0f} MB of weights, {1e3 * least:.1f} ms",
+            "", f"{other / least:.2f} x", values={"bytes": num_bytes, "bytes_read_per_s": speeds},
         ),
         Row("largest difference of a prompt's logits, over their standard deviation", "", f"{gap:.3g}"),
     ]  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -86,20 +86,22 @@ def write_llama(folder: Path, tokenizer_from: Path) -> None:
             shutil.copy(tokenizer_from / name, folder / name)
 
 
-def write_stored_llama(file: Path, header_from: Path) -> None:
-    """Write the model as a GGUF file in Q4_K: random blocks, and the tokenizer and the vocabulary of another file.
+def write_stored_llama(file: Path, header_from: Path, kind_name: Literal["Q4_K", "BF16"] = "Q4_K") -> None:
+    """Write the model as a GGUF file: random weights of that kind, and tokenizer and vocabulary of another file.
 
-    A block of 256 weights is a scale and a least value in float16, 12 bytes of scales, and 128 bytes of codes. The two
-    numbers are such that weights are as large as a model's.
+    A block of Q4_K has 256 weights: a scale and a least value in float16, 12 bytes of scales, and 128 bytes of codes.
+    The two numbers are such that weights are as large as a model's.
     """
     import gguf
     import numpy as np
 
-    kind = gguf.GGMLQuantizationType.Q4_K
+    kind = gguf.GGMLQuantizationType[kind_name]
     block_size, block_bytes = gguf.GGML_QUANT_SIZES[kind]
     rng = np.random.default_rng(0)
 
     def random(rows: int, columns: int) -> np.ndarray:
+        if kind_name == "BF16":
+            return gguf.quantize(_SPREAD * rng.standard_normal((rows, columns), dtype=np.float32), kind)
         blocks = rng.integers(0, 256, (rows, columns // block_size, block_bytes), dtype=np.uint8)
         blocks[..., :4] = np.array([1e-4, 7.5e-4], dtype=np.float16).view(np.uint8)
         return blocks.reshape(rows, -1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import threading
@@ -36,6 +37,15 @@ def served(tiny_chat_model, folders):
     )
     yield server
     server.close()
+
+
+@contextlib.contextmanager
+def opened_at_the_end(server):
+    """Open the gate at the end, also if the test has failed: others use this server too."""
+    try:
+        yield
+    finally:
+        server.runner.allow()
 
 
 def _load(server, name, folder, **fields):
@@ -130,11 +140,12 @@ def test_adapters_come_and_go_while_others_are_served(served, folders):
 def test_unloading_waits_for_requests_and_their_name_is_free_at_once(served, folders):
     assert _load(served, "x", folders["b"]).status_code == 200
     served.runner.close_gate()
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(2) as pool, opened_at_the_end(served):
         text = pool.submit(_text, served, "x")
         served.runner.wait_in_step()
         gone = pool.submit(_unload, served, "x")
-        served.runner.allow(1)  # the engine hears of it between steps
+        until(lambda: not served.client._commands.empty(), "the engine to be asked")
+        served.runner.allow(1)  # it hears of it between steps
         until(lambda: _names(served) == ["tiny", "a"], "the name to go")
         assert not gone.done()
         assert "max_loras is 2" in error_of(_load(served, "y", folders["c"]), 400)["message"]
@@ -147,7 +158,7 @@ def test_unloading_waits_for_requests_and_their_name_is_free_at_once(served, fol
 
 def test_metrics_tell_of_adapters(served, folders):
     served.runner.close_gate()
-    with ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(1) as pool, opened_at_the_end(served):
         text = pool.submit(_text, served, "a")
         served.runner.wait_in_step()
         lines = served.http.get("/metrics").text.splitlines()
