@@ -615,7 +615,8 @@ def agreement_rows(results: Results) -> list[Row]:
 
 def versions(about: Mapping[str, Any]) -> dict[str, object]:
     """Return what the peers were installed as."""
-    packages = [each for one in about["environments"].values() for each in one["packages"]]
+    environments = [one for one in about["environments"].values() if not one.get("made_by_name_only")]
+    packages = [each for one in environments for each in one["packages"]]
     return dict(package.split("==") for package in packages)
 
 

@@ -2,8 +2,9 @@
 
     python benchmarks/peers/install.py [--into DIR] [--torch-index URL] [NAME ...]
 
-What is there already is kept; with names, only those environments and their models are made. Wheels of torch without
-CUDA come from the index that ``--torch-index`` names, as for ``make setup``.
+What is there already is kept; with names, only those environments and their models are made, without all that peers are
+run in: ``vllm-0.31``, which only tests use, is made by its name. Wheels of torch without CUDA come from the index that
+``--torch-index`` names, as for ``make setup``.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     about = tomllib.loads((HERE.parent / "peers.toml").read_text(encoding="utf-8"))
     environments = about["environments"]
-    options.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(environments)}; all of them if none")
+    options.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(environments)}; all peers' if none")
     options.add_argument("--into", type=Path, default=HERE.parents[1] / ".peers", metavar="DIR")
     options.add_argument("--torch-index", default="", metavar="URL")
     args = options.parse_args()
@@ -69,10 +70,11 @@ def main() -> None:
         options.error(f"{', '.join(sorted(unknown))}: not one of {', '.join(environments)}")
     peers = args.into.resolve()
     (peers / "models").mkdir(parents=True, exist_ok=True)
-    for name in args.names or environments:
+    peers_own = [name for name, one in environments.items() if not one.get("made_by_name_only")]
+    for name in args.names or peers_own:
         make_environment(name, environments[name], peers, args.torch_index)
     for name, model in about["models"].items():
-        if model["environment"] in (args.names or environments):
+        if model["environment"] in (args.names or peers_own):
             make_model(name, model, peers)
 
 

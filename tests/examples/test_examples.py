@@ -7,13 +7,18 @@ import re
 import runpy
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from equivalence.settings import long_but
+from vllm_environments import VERSIONS, python_of, variables
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPTS = sorted(file.name for file in EXAMPLES.glob("*.py"))
+INSIDE = ["vllm_connector.py"]
+"""Those that are no clients."""
+CLIENTS = [script for script in SCRIPTS if script not in INSIDE]
 
 
 def run(script: str, *arguments: str, typed: str = "") -> subprocess.CompletedProcess[str]:
@@ -158,6 +163,38 @@ def test_many_tenants(server):
     assert all(int(first) == 0 and int(second) > 100 for first, second in rows)
 
 
+# Inside vLLM.
+
+
+@pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is there")
+def test_vllm_that_is_not_there():
+    ended = run("vllm_connector.py")
+    assert ended.returncode == 1
+    assert ended.stderr.startswith("error: No module named 'vllm'")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("version", VERSIONS)
+def test_vllm_finds_a_conversation_in_memory_and_at_the_next_start_on_the_disk(smollm2, version, tmp_path):
+    lent = tmp_path / "lent"
+    lent.mkdir()
+    command = [python_of(version), EXAMPLES / "vllm_connector.py", smollm2, "--disk", tmp_path / "kv"]
+    found = []
+    for _ in range(2):
+        ended = subprocess.run(
+            list(map(str, command)), env=variables(lent), capture_output=True, text=True, timeout=500, check=False
+        )
+        assert ended.returncode == 0, ended.stderr[-3000:]
+        found.append(
+            [tuple(map(int, each)) for each in re.findall(r"\[(\d+) prompt tokens, (\d+) found\]", ended.stdout)]
+        )
+    ((first, nothing), (_, returned)), ((again, on_disk), (_, returned_again)) = found
+    assert (again, nothing) == (first, 0)
+    # All but the last block that is not whole, of a size that is vLLM's to choose.
+    assert all(first - 128 <= num < first + 128 for num in (returned, on_disk, returned_again)), found
+
+
 # All of them.
 
 
@@ -177,7 +214,7 @@ def test_help_and_table_know_it(script, monkeypatch, capsys):
 
 
 @pytest.mark.quick(every=2)
-@pytest.mark.parametrize("script", long_but(["chat.py", "batch.py"], SCRIPTS))
+@pytest.mark.parametrize("script", long_but(["chat.py", "batch.py"], CLIENTS))
 def test_a_server_that_is_not_there(script, requests, tmp_path):
     arguments = {"chat.py": ["--once", "a"], "batch.py": [str(requests), str(tmp_path / "answers.jsonl")]}
     ended = run(script, "--url", "http://127.0.0.1:9/v1", *arguments.get(script, []))

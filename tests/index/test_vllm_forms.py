@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from vllm_environments import python_of
 
 from pagefold.index import DEFAULT_SEED, ExtraKeys, PrefixIndex, block_hashes, tenant_salt
 from pagefold.index.block_hash import first_parent
@@ -23,7 +24,7 @@ from pagefold.index.wire import (
 
 HERE = Path(__file__).parent
 MADE = json.loads((HERE / "vllm_0_32.json").read_text())
-PEER = Path(__file__).parents[2] / ".peers" / "vllm" / "bin" / "python"
+PEER = python_of("0.32.0")
 
 SIZE = 16
 TOKENS = [(7 * i * i + 3) % 50_000 for i in range(48)]

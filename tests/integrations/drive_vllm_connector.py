@@ -3,7 +3,7 @@
     python drive_vllm_connector.py '{"model": FOLDER, "settings": {...}}'
 
 In: ``{"prompts": [[token ids], ...], "num_output_tokens": n}``, ``{"damage": true}``, ``{"reset": true}`` or
-``{"counts": true}``. The first line out is ``{"ready": true}``.
+``{"counts": true}``. The first line out is ``{"ready": VERSION}``, of vLLM.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ def main() -> None:
         replies.flush()
 
     from vllm import LLM, SamplingParams
+    from vllm import __version__ as vllm_version
 
     asked = json.loads(sys.argv[1])
     try:
@@ -43,7 +44,7 @@ def main() -> None:
         reply({"error": f"{type(error).__name__}: {error}"})
         return
     connector = llm.llm_engine.engine_core.engine_core.scheduler.connector
-    reply({"ready": True})
+    reply({"ready": vllm_version})
     for line in sys.stdin:
         command = json.loads(line)
         if "prompts" in command:

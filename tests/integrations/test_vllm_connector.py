@@ -1,21 +1,18 @@
 """The connector in a real vLLM: the same outputs, blocks that come back as they were, or are computed anew.
 
-Where vLLM is installed as ``benchmarks/peers/install.py`` does it.
+In each version that is known; one that is not there is skipped (``vllm_environments.py``).
 """
 
 from __future__ import annotations
 
 import json
-import os
 import random
 import subprocess
 from pathlib import Path
 
 import pytest
-import xxhash
+from vllm_environments import VERSIONS, python_of, variables
 
-ROOT = Path(__file__).parents[2]
-PYTHON = ROOT / ".peers" / "vllm" / "bin" / "python"
 SETTINGS = {
     "dtype": "float32",
     "enforce_eager": True,
@@ -27,11 +24,7 @@ SETTINGS = {
 }
 NUM_CONVERSATIONS, NUM_TOKENS, NUM_NEW, NUM_OUTPUT = 5, 150, 20, 12
 
-pytestmark = [
-    pytest.mark.long,
-    pytest.mark.timeout(3600),
-    pytest.mark.skipif(not PYTHON.exists(), reason="vLLM is not there: make peers"),
-]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]
 
 
 def transfer(**more: object) -> dict[str, object]:
@@ -45,23 +38,20 @@ def transfer(**more: object) -> dict[str, object]:
 
 
 class VLLM:
-    """A vLLM in a process of its own."""
+    """A vLLM of a version in a process of its own, which writes into a folder."""
 
-    def __init__(self, folder: Path, site: Path, log: Path, **settings: object) -> None:
-        self.log = log
-        asked = json.dumps({"model": str(folder), "settings": SETTINGS | settings})
-        env = {
-            **os.environ,
-            "PYTHONPATH": f"{ROOT / 'src'}:{site}",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "VLLM_NO_USAGE_STATS": "1",
-            "HF_HUB_OFFLINE": "1",
-        }
-        with log.open("a") as stderr:
+    def __init__(self, version: str, model: Path, folder: Path, **settings: object) -> None:
+        self.log = folder / "log"
+        lent = folder / "lent"
+        lent.mkdir(exist_ok=True)
+        with self.log.open("a") as stderr:
             self.process = subprocess.Popen(
-                [str(PYTHON), str(Path(__file__).with_name("drive_vllm_connector.py")), asked],
-                env=env,
+                [
+                    str(python_of(version)),
+                    str(Path(__file__).with_name("drive_vllm_connector.py")),
+                    json.dumps({"model": str(model), "settings": SETTINGS | settings}),
+                ],
+                env=variables(lent),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
@@ -88,7 +78,11 @@ class VLLM:
     def close(self) -> None:
         self.process.stdin.close()
         self.process.stdout.close()
-        self.process.wait(900)
+        try:
+            self.process.wait(900)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise
 
 
 def rounds(num: int, outputs: list[list[list[int]]] | None = None):
@@ -115,30 +109,25 @@ def story(vllm: VLLM, num: int) -> list[list[list[int]]]:
             return outputs
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory) -> Path:
-    """What vLLM's environment lacks: xxhash, which is ours here."""
-    folder = tmp_path_factory.mktemp("site")
-    home = Path(xxhash.__file__).parent
-    (folder / home.name).symlink_to(home)
-    return folder
+@pytest.fixture(scope="module", params=VERSIONS)
+def version(request) -> str:
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def alone(smollm2, site, tmp_path_factory) -> list[list[list[int]]]:
+def alone(smollm2, version, tmp_path_factory) -> list[list[list[int]]]:
     """What vLLM says without the connector, with room for everything."""
-    log = tmp_path_factory.mktemp("alone") / "log"
-    vllm = VLLM(smollm2, site, log, num_gpu_blocks_override=200)
+    vllm = VLLM(version, smollm2, tmp_path_factory.mktemp("alone"), num_gpu_blocks_override=200)
     try:
         return story(vllm, 3)
     finally:
         vllm.close()
 
 
-def test_outputs_are_the_same_through_returns_damage_preemption_and_resets(smollm2, site, alone, tmp_path):
-    vllm = VLLM(smollm2, site, tmp_path / "log", kv_transfer_config=transfer())
+def test_outputs_are_the_same_through_returns_damage_preemption_and_resets(smollm2, version, alone, tmp_path):
+    vllm = VLLM(version, smollm2, tmp_path, kv_transfer_config=transfer())
     try:
-        assert vllm.began == {"ready": True}
+        assert vllm.began == {"ready": version}
         assert story(vllm, 3) == alone
         first = vllm.counts()
         assert first["num_stored"] > 0
@@ -163,13 +152,13 @@ def test_outputs_are_the_same_through_returns_damage_preemption_and_resets(smoll
         vllm.close()
 
 
-def test_a_second_start_finds_what_is_on_the_disk(smollm2, site, alone, tmp_path):
+def test_a_second_start_finds_what_is_on_the_disk(smollm2, version, alone, tmp_path):
     more = transfer(disk_path=str(tmp_path / "kv"), disk_bytes="1GiB")
     fetched = []
     for _ in range(2):
-        vllm = VLLM(smollm2, site, tmp_path / "log", kv_transfer_config=more)
+        vllm = VLLM(version, smollm2, tmp_path, kv_transfer_config=more)
         try:
-            assert vllm.began == {"ready": True}
+            assert vllm.began == {"ready": version}
             assert story(vllm, 2) == alone[:2]
             counts = vllm.counts()
             fetched.append(counts["num_fetched"])
@@ -180,8 +169,8 @@ def test_a_second_start_finds_what_is_on_the_disk(smollm2, site, alone, tmp_path
     assert fetched[1] > 0
 
 
-def test_what_cannot_work_is_refused_at_the_start(smollm2, site, tmp_path):
+def test_what_cannot_work_is_refused_at_the_start(smollm2, version, tmp_path):
     wrong = transfer() | {"kv_load_failure_policy": "fail"}
-    vllm = VLLM(smollm2, site, tmp_path / "log", kv_transfer_config=wrong)
+    vllm = VLLM(version, smollm2, tmp_path, kv_transfer_config=wrong)
     vllm.close()
-    assert "kv_load_failure_policy" in vllm.began["error"] + (tmp_path / "log").read_text()
+    assert "kv_load_failure_policy" in vllm.began["error"] + vllm.log.read_text()

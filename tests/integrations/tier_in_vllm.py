@@ -82,11 +82,13 @@ class Engine:
 
     def settle(self):
         """Step until nothing is under way."""
-        while True:
+        for _ in range(100_000):
             self.step()
             if not self.manager.has_pending_work():
                 return
             time.sleep(0.001)
+        msg = "no end of what is under way"
+        raise AssertionError(msg)
 
     def store(self, keys, *, settles=True):
         """Have a request fill chunks. Return how many the host's memory took."""

@@ -15,11 +15,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from vllm_environments import python_of
 
 pytestmark = pytest.mark.long
 
 CLIENTS = Path(__file__).parent / "clients"
-PEER = Path(__file__).parents[2] / ".peers" / "vllm" / "bin" / "vllm"
+PEER = python_of("0.32.0").with_name("vllm")
 VLLM = shutil.which("vllm") or (str(PEER) if PEER.exists() else None)
 NOT_INSTALLED = "{} is not installed: pip install -c constraints.txt -e '.[clients]'"
 QUESTION = "Name three colours."
