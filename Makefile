@@ -101,7 +101,7 @@ docs-serve: docs ## the same, and show it on 127.0.0.1:8001
 	@exec $(BIN)/zensical serve --dev-addr 127.0.0.1:8001
 
 bench: setup ## every benchmark of benchmarks/ that needs nothing else, one after another
-	@for script in $$(ls benchmarks/*.py | grep -v -e report -e peers -e integrations -e gpu -e lm_eval); do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+	@for script in $$(ls benchmarks/*.py | grep -v -e report -e peers -e integrations -e file_kinds -e gpu -e lm_eval); do echo "== $$script"; $(BIN)/python $$script || exit 1; done
 
 peers: setup ## make .peers: vLLM, OpenVINO GenAI and llama.cpp, each in an environment of its own (half an hour, 8 GB)
 	@$(BIN)/python benchmarks/peers/install.py $(if $(TORCH_INDEX),--torch-index $(TORCH_INDEX),)
