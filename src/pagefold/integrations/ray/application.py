@@ -36,6 +36,8 @@ def application(settings: FleetSettings) -> Application:
                 min_replicas=settings.min_replicas,
                 max_replicas=settings.max_replicas,
                 target_ongoing_requests=settings.target_ongoing_requests,
+                upscale_delay_s=settings.upscale_delay_s,
+                downscale_delay_s=settings.downscale_delay_s,
             )
         }
     replicas = serve.deployment(PagefoldReplica).options(
@@ -66,7 +68,7 @@ def build(args: dict[str, Any]) -> Application:
     for name in ("min_replicas", "max_replicas", "target_ongoing_requests", "max_ongoing_requests"):
         if name in given:
             given[name] = int(given[name])
-    for name in ("num_cpus", "drain_s"):
+    for name in ("num_cpus", "drain_s", "upscale_delay_s", "downscale_delay_s"):
         if name in given:
             given[name] = float(given[name])
     return application(FleetSettings(**given))
