@@ -80,6 +80,7 @@ def test_a_new_version_takes_the_place_of_the_old_one_under_load(fleet, clients)
     streams = [clients.ask(prompt, LONG_TOKENS) for prompt in LONG]
     until(lambda: all(stream.num_events >= 3 for stream in streams), "both to stream", pause_s=0.001)
     slow = min(old_servers)
+    since = fleet.num_told()
     with (
         paused([slow]),
         kept_asking(lambda number: clients.ask(PROMPTS[number % 24], 40, is_stream=bool(number % 2)), 0.25),
@@ -93,6 +94,7 @@ def test_a_new_version_takes_the_place_of_the_old_one_under_load(fleet, clients)
     clients.wait()
     assert not clients.failures()
     assert clients.models()["old"] > len(LONG)
+    assert fleet.least_running("front", since) >= 1  # so nobody has waited for a front
     fleet.wait_until_settled(2)
     assert not fleet.names() & old_names
     assert not set(fleet.servers()) & old_servers

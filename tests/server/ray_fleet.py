@@ -164,6 +164,15 @@ class DeployedFleet(Fleet):
         """How many replicas of a deployment are in which state, as Ray says."""
         return self._status()["deployments"].get(deployment, {})
 
+    def num_told(self):
+        """How often Ray has said in which state all are."""
+        return len(self._told.lines)
+
+    def least_running(self, deployment, since):
+        """How many replicas of a deployment took requests at least, whenever Ray was asked since then."""
+        told = [json.loads(line) for line in self._told.lines[since:] if line.startswith("{") and line.endswith("}\n")]
+        return min(each["deployments"][deployment].get("RUNNING", 0) for each in told)
+
     def wait_until_settled(self, num_replicas):
         """Wait until so many replicas are there, and nobody comes or goes."""
         until(lambda: self._is_settled(num_replicas), f"{num_replicas} replicas", START_S, 0.2)

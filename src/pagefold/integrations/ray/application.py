@@ -52,6 +52,7 @@ def application(settings: FleetSettings) -> Application:
         name="front",
         max_ongoing_requests=_FRONT_REQUESTS,
         ray_actor_options={"num_cpus": _INGRESS_CPUS},
+        max_surge_percent=100,  # another front is there before this one goes: else nobody would answer for seconds
         graceful_shutdown_timeout_s=settings.drain_s,
     )
     return front.bind(replicas.bind(settings), settings)
