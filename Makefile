@@ -77,7 +77,7 @@ test-gpu: setup ## what needs an NVIDIA card: skipped without one
 
 test-ray: setup ## many servers on a real Ray, which is installed first (500 MB)
 	@$(PIP) install -c constraints.txt -e '.[ray]'
-	@$(BIN)/python -m pytest -q tests/integrations/test_fleet_on_ray.py
+	@$(BIN)/python -m pytest -q tests/integrations/test_fleet_on_ray.py tests/integrations/test_fleet_scaling_on_ray.py tests/integrations/test_ingress.py
 
 check: setup ## lint, types, import contracts
 	@$(BIN)/ruff check -q .

@@ -26,6 +26,7 @@ OTHERS = (
     *("--kv-cache-metrics", "--prefix-caching-hash-algo"),  # vLLM's
     *("--kv-transfer-config", "--disable-hybrid-kv-cache-manager"),  # vLLM's too
     *("--hf-overrides", "--quantization", "--load-format", "--enable-lora"),  # as well
+    *("--head", "--num-cpus", "--non-blocking"),  # Ray's
 )
 
 

@@ -5,16 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
-import subprocess
-import threading
 import time
-from contextlib import closing
 from importlib.util import find_spec
 
-import httpx
 import pytest
-from local_server import start_cli, until
+from local_server import until
+from ray_fleet import GREEDY, START_S, FleetProcess
 
 pytestmark = [
     pytest.mark.long,
@@ -22,78 +18,24 @@ pytestmark = [
     pytest.mark.timeout(900),
 ]
 
-START_S = 300.0
-GREEDY = {"temperature": 0, "ignore_eos": True}
 LONG = "tell me more of this and of that " * 8
 
 
-class FleetProcess:
-    """``pagefold serve --replicas``, as a user starts it."""
-
-    def __init__(self, folder, *flags) -> None:
-        with closing(socket.create_server(("127.0.0.1", 0))) as free:
-            port = free.getsockname()[1]
-        self.process = start_cli("serve", str(folder), "--port", str(port), *flags)
-        self.lines: list[str] = []
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-        self.http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=START_S)
-        until(lambda: self._is_ready() or self.process.poll() is not None, "the fleet to start", START_S, 0.2)
-        assert self.process.poll() is None, self.output()
-
-    def _read(self):
-        self.lines.extend(self.process.stdout)
-
-    def _is_ready(self):
-        return any("ready on" in line and "replicas)" in line for line in self.lines)
-
-    def output(self):
-        return "".join(self.lines)
-
-    def replicas(self):
-        return self.http.get("/replicas").json()["replicas"]
-
-    def servers(self):
-        """The processes of the replicas' servers."""
-        listed = subprocess.run(["ps", "-ewwo", "pid,args"], capture_output=True, text=True, check=True).stdout
-        rows = [line.split(None, 1) for line in listed.splitlines()]
-        return [
-            int(pid) for pid, command in rows if "pagefold.cli serve" in command and "--kv-events-config" in command
-        ]
-
-    def choices(self):
-        lines = self.http.get("/metrics").text.splitlines()
-        told = [line.split() for line in lines if line.startswith("pagefold:router_requests_total")]
-        return {name.split('"')[1]: float(value) for name, value in told}
-
-    def num_heard(self):
-        """Batches of events that came as they were sent: nobody had to ask for them."""
-        lines = self.http.get("/metrics").text.splitlines()
-        return next(float(line.split()[1]) for line in lines if 'router_event_batches_total{how="sent"}' in line)
-
-    def complete(self, prompt, **fields):
-        answer = self.http.post("/v1/completions", json={"prompt": prompt, **GREEDY, **fields})
-        assert answer.status_code == 200, answer.text
-        return answer.json()
-
-    def stop(self):
-        self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(START_S)
-
-    def close(self):
-        if self.process.poll() is None:
-            self.stop()
-        self.http.close()
-        self._reader.join(60)
-
-
 @pytest.fixture(scope="module")
-def fleet(tiny_chat_model):
-    made = FleetProcess(
-        tiny_chat_model, "--replicas", "2", "--kv-cache-memory-bytes", "4MiB", "--max-model-len", "2048"
-    )
+def fleets():
+    made = []
     yield made
-    made.close()
+    for each in made:
+        each.close()
+
+
+@pytest.fixture
+def fleet(fleets, tiny_chat_model):
+    """The fleet that is there; another one, where a test has ended it."""
+    if not fleets or fleets[-1].process.poll() is not None:
+        flags = ("--replicas", "2", "--kv-cache-memory-bytes", "4MiB", "--max-model-len", "2048")
+        fleets.append(FleetProcess(tiny_chat_model, *flags))
+    return fleets[-1]
 
 
 def test_two_servers_are_known_and_answer(fleet):

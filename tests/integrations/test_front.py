@@ -412,6 +412,9 @@ def test_arguments_of_replicas_are_those_of_the_command_but_for_the_fronts():
         ({"arguments": ("m", "--kv-events-config", "{}")}, "--kv-events-config cannot be given"),
         ({"min_replicas": 0}, "min_replicas is 0"),
         ({"min_replicas": 3, "max_replicas": 2}, "max_replicas 2"),
+        ({"upscale_delay_s": -1.0}, "upscale_delay_s is -1"),
+        ({"downscale_delay_s": float("nan")}, "downscale_delay_s is nan"),
+        ({"downscale_delay_s": float("inf")}, "downscale_delay_s is inf"),
         ({"routing": "magic"}, "round_robin"),
     ],
 )

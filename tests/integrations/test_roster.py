@@ -156,3 +156,20 @@ def test_it_follows_until_it_is_cancelled_whatever_goes_wrong(replicas):
         following.cancel()
 
     asyncio.run(asyncio.wait_for(go(), 60))
+
+
+def test_the_only_one_goes_when_its_successor_has_been_met():
+    async def roll():
+        there = Replicas()
+        await there.turn("old")
+        open_while_asked = []
+
+        async def ask(name):
+            open_while_asked.append(list(there.router.open_replicas))
+            return await Replicas.ask(there, name)
+
+        there.roster._ask = ask
+        await there.turn("new")
+        return open_while_asked, list(there.router.open_replicas)
+
+    assert asyncio.run(roll()) == ([["old"]], ["new"])

@@ -124,7 +124,13 @@ def serve_fleet(wish: FleetWish, engine: EngineConfig, server: ServerConfig) -> 
     if os.environ.get(_ADDRESS):
         ray.init(log_to_driver=True)
     else:  # a cluster of this machine alone, on which replicas share the cores as their threads say
-        ray.init(num_cpus=settings.max_replicas + 1, include_dashboard=False, object_store_memory=_OBJECT_STORE_BYTES)
+        # By "local" it is not another Ray of this machine, which Ray would take if there is one, or was.
+        ray.init(
+            "local",
+            num_cpus=settings.max_replicas + 1,
+            include_dashboard=False,
+            object_store_memory=_OBJECT_STORE_BYTES,
+        )
     try:
         serve.start(http_options={"host": server.host, "port": server.port})
         try:

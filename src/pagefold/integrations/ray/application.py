@@ -36,6 +36,8 @@ def application(settings: FleetSettings) -> Application:
                 min_replicas=settings.min_replicas,
                 max_replicas=settings.max_replicas,
                 target_ongoing_requests=settings.target_ongoing_requests,
+                upscale_delay_s=settings.upscale_delay_s,
+                downscale_delay_s=settings.downscale_delay_s,
             )
         }
     replicas = serve.deployment(PagefoldReplica).options(
@@ -50,6 +52,7 @@ def application(settings: FleetSettings) -> Application:
         name="front",
         max_ongoing_requests=_FRONT_REQUESTS,
         ray_actor_options={"num_cpus": _INGRESS_CPUS},
+        max_surge_percent=100,  # another front is there before this one goes: else nobody would answer for seconds
         graceful_shutdown_timeout_s=settings.drain_s,
     )
     return front.bind(replicas.bind(settings), settings)
@@ -66,7 +69,7 @@ def build(args: dict[str, Any]) -> Application:
     for name in ("min_replicas", "max_replicas", "target_ongoing_requests", "max_ongoing_requests"):
         if name in given:
             given[name] = int(given[name])
-    for name in ("num_cpus", "drain_s"):
+    for name in ("num_cpus", "drain_s", "upscale_delay_s", "downscale_delay_s"):
         if name in given:
             given[name] = float(given[name])
     return application(FleetSettings(**given))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from typing import TYPE_CHECKING, Any
@@ -45,6 +46,8 @@ _OWN = frozenset({"/metrics", "/replicas"})
 """What the front itself tells, to those who may see what all tenants do."""
 _MOST_BODIES = 64
 """So many bodies of the largest size may be on their way at once."""
+_MEET_S = 5.0
+"""How long requests wait at a front that has just started until it knows a replica: Ray sends them at once."""
 _BODY_S = 300.0
 """How long a body may take to come, in seconds."""
 
@@ -88,6 +91,8 @@ class PagefoldIngress:
         self._roster: Roster | None = None
         self._wanted: frozenset[str] = frozenset()
         self._num_body_bytes = 0
+        self._has_met = asyncio.Event()
+        self._waits_until_s = self._loop.time() + _MEET_S
         watch_replicas(self._note_soon)
         self._following = self._loop.create_task(self._follow())
 
@@ -96,6 +101,9 @@ class PagefoldIngress:
         path = request.url.path
         if path in _ALIVE:
             return JSONResponse({"status": "ok"})
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(None if self._has_met.is_set() else self._waits_until_s):
+                await self._has_met.wait()
         front, router = self._front, self._router
         if front is None or router is None or not router.open_replicas:
             return _Relayed(no_replica())
@@ -213,7 +221,9 @@ class PagefoldIngress:
         return address
 
     def _hear(self, address: ReplicaAddress) -> KVEventSubscriber:
-        return KVEventSubscriber(self._index, address.replica, address.events, replay_endpoint=address.replay)
+        hearing = KVEventSubscriber(self._index, address.replica, address.events, replay_endpoint=address.replay)
+        self._has_met.set()
+        return hearing
 
     async def _send(self, replica: str, asked: Forwarded) -> AsyncGenerator[Head | bytes]:
         """Send a request to a replica through Ray, which counts it there; see :class:`Send`."""

@@ -92,13 +92,13 @@ class Roster:
     async def turn(self) -> bool:
         """Meet who has come, and let go of who has gone. Return whether nothing is left to do until that changes."""
         known = set(self._router.open_replicas)
+        for name in self._wanted - known:  # first: the only one may go as its successor comes
+            await self._meet(name)
         for name in known - self._wanted:
             self._router.drain(name)  # it finishes what it has, and gets nothing more
             self._ending.add(name)
             if name in self._heard:
                 self._closing[name] = asyncio.create_task(self._close(name, self._heard.pop(name)))
-        for name in self._wanted - known:
-            await self._meet(name)
         for name in [name for name in self._ending if not self._router.num_requests(name)]:
             self._router.remove(name)
             self._ending.discard(name)

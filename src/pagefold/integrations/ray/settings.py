@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from pagefold.errors import ConfigError
@@ -23,6 +24,8 @@ class FleetSettings:
         min_replicas, max_replicas: Ray starts and ends replicas between these, by the requests that they have.
         target_ongoing_requests: of each replica, which Ray aims at.
         max_ongoing_requests: of each replica; more wait at the front.
+        upscale_delay_s, downscale_delay_s: how long there must be too many or too few requests before Ray starts or
+            ends a replica, in seconds.
         num_cpus: of Ray, for each replica.
         drain_s: how long a replica that is ended may finish what it has, in seconds.
         max_body_bytes: of a request, as of the replicas.
@@ -38,6 +41,8 @@ class FleetSettings:
     max_replicas: int = 1
     target_ongoing_requests: int = 16
     max_ongoing_requests: int = 1024
+    upscale_delay_s: float = 30.0
+    downscale_delay_s: float = 600.0
     num_cpus: float = 1.0
     drain_s: float = 600.0
     max_body_bytes: int = 4 * 2**20
@@ -50,6 +55,11 @@ class FleetSettings:
         if not 1 <= self.min_replicas <= self.max_replicas:
             msg = f"min_replicas is {self.min_replicas} and max_replicas {self.max_replicas}."
             raise ConfigError(msg, remedy="There must be at least 1, and no fewer at most than at least.")
+        for name in ("upscale_delay_s", "downscale_delay_s"):
+            delay_s: float = getattr(self, name)
+            if not 0 <= delay_s < math.inf:
+                msg = f"{name} is {delay_s:g}."
+                raise ConfigError(msg, remedy="Give seconds, 0 or more.")
         for argument in self.arguments:
             flag = argument.partition("=")[0]
             if flag in _CHOSEN:
