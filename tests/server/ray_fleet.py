@@ -169,9 +169,13 @@ class DeployedFleet(Fleet):
         return len(self._told.lines)
 
     def least_running(self, deployment, since):
-        """How many replicas of a deployment took requests at least, whenever Ray was asked since then."""
+        """How many replicas of a deployment took requests at least, whenever Ray has told of it since then.
+
+        While it takes a new configuration in, it tells of no deployment for a moment.
+        """
         told = [json.loads(line) for line in self._told.lines[since:] if line.startswith("{") and line.endswith("}\n")]
-        return min(each["deployments"][deployment].get("RUNNING", 0) for each in told)
+        states = [each["deployments"][deployment] for each in told if deployment in each["deployments"]]
+        return min(each.get("RUNNING", 0) for each in states)
 
     def wait_until_settled(self, num_replicas):
         """Wait until so many replicas are there, and nobody comes or goes."""
