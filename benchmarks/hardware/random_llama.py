@@ -6,6 +6,8 @@ import json
 import shutil
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from kinds.written import written_like
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -116,22 +118,13 @@ def write_stored_llama(file: Path, header_from: Path, kind_name: Literal["Q4_K",
         "llama.attention.head_count_kv": LLAMA_1B["num_key_value_heads"],
         "llama.rope.dimension_count": LLAMA_1B["head_dim"],
     }
-    writer = gguf.GGUFWriter(file, "llama")
-    for field in other.fields.values():
-        if field.name.startswith("GGUF.") or field.name == gguf.Keys.General.ARCHITECTURE:
-            continue
-        inside = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
-        writer.add_key_value(field.name, own.get(field.name, field.contents()), field.types[0], inside)
     vocab_size = next(int(tensor.shape[1]) for tensor in other.tensors if tensor.name == "token_embd.weight")
-    writer.add_tensor("token_embd.weight", random(vocab_size, hidden), raw_dtype=kind)
-    writer.add_tensor("output_norm.weight", np.ones(hidden, dtype=np.float32))
-    for layer in range(LLAMA_1B["num_hidden_layers"]):
-        for one in _matrices():
-            blocks = random(one.rows, one.columns)
-            writer.add_tensor(f"blk.{layer}.{one.in_file}.weight", blocks, raw_dtype=kind)
-        for name in ("attn_norm", "ffn_norm"):
-            writer.add_tensor(f"blk.{layer}.{name}.weight", np.ones(hidden, dtype=np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    with written_like(file, other, own) as writer:
+        writer.add_tensor("token_embd.weight", random(vocab_size, hidden), raw_dtype=kind)
+        writer.add_tensor("output_norm.weight", np.ones(hidden, dtype=np.float32))
+        for layer in range(LLAMA_1B["num_hidden_layers"]):
+            for one in _matrices():
+                blocks = random(one.rows, one.columns)
+                writer.add_tensor(f"blk.{layer}.{one.in_file}.weight", blocks, raw_dtype=kind)
+            for name in ("attn_norm", "ffn_norm"):
+                writer.add_tensor(f"blk.{layer}.{name}.weight", np.ones(hidden, dtype=np.float32))

@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from kinds.written import written_like
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -121,17 +122,8 @@ def write_rearranged(file: Path, source: Path) -> None:
         _EPSILON: float(field(_EPSILON)) * moves.gain**2,
         "general.file_type": int(gguf.LlamaFileType.ALL_F32),
     }
-    writer = gguf.GGUFWriter(file, "llama")
-    for one in other.fields.values():
-        if one.name.startswith("GGUF.") or one.name == gguf.Keys.General.ARCHITECTURE:
-            continue
-        inside = one.types[-1] if one.types[0] == gguf.GGUFValueType.ARRAY else None
-        writer.add_key_value(one.name, own.get(one.name, one.contents()), one.types[0], inside)
-    for tensor in other.tensors:
-        kind = tensor.name.removesuffix(".weight").rpartition(".")[2]
-        numbers = gguf.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
-        writer.add_tensor(tensor.name, np.ascontiguousarray(moves.of(kind)(numbers)))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    with written_like(file, other, own) as writer:
+        for tensor in other.tensors:
+            kind = tensor.name.removesuffix(".weight").rpartition(".")[2]
+            numbers = gguf.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+            writer.add_tensor(tensor.name, np.ascontiguousarray(moves.of(kind)(numbers)))
