@@ -304,8 +304,7 @@ class ProcessServer(AnyServer):
 
     def __init__(self, model: str, *flags: str, wait: bool = True) -> None:
         self.model = model
-        with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as free:
-            port = free.getsockname()[1]
+        port = free_port()
         self.process = start_cli("serve", model, "--port", str(port), *flags)
         self._lines: list[str] = []
         self._reader = threading.Thread(target=self._read, daemon=True)  # a log that nobody reads would fill its pipe
@@ -341,6 +340,12 @@ class ProcessServer(AnyServer):
         self._reader.join(PATIENCE_S)
         assert self.process.stdout is not None
         self.process.stdout.close()
+
+
+def free_port() -> int:
+    """A port of the loopback that nobody listens on."""
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as free:
+        return free.getsockname()[1]
 
 
 def start_cli(*arguments: str) -> subprocess.Popen[str]:

@@ -6,16 +6,15 @@ import json
 import os
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import threading
 from collections import Counter
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
-from local_server import start_cli, until
+from local_server import free_port, start_cli, until
 
 START_S = 300.0
 GREEDY = {"temperature": 0, "ignore_eos": True}
@@ -373,8 +372,3 @@ def paused(pids):
     finally:
         for pid in pids:
             os.kill(pid, signal.SIGCONT)
-
-
-def free_port():
-    with closing(socket.create_server(("127.0.0.1", 0))) as free:
-        return free.getsockname()[1]

@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import pytest
-from local_server import PATIENCE_S, LocalServer, ProcessServer, until
+from local_server import PATIENCE_S, LocalServer, ProcessServer, free_port, until
 from otlp_receiver import Receiver, attributes
 
 from pagefold.config import ServerConfig
@@ -211,16 +211,11 @@ def test_preemptions_are_events(tiny_chat_model):
             assert span.start_time_unix_nano <= event.time_unix_nano <= span.end_time_unix_nano
 
 
-def closed_port() -> int:
-    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as free:
-        return free.getsockname()[1]
-
-
 @pytest.mark.quick(every=2)
 @pytest.mark.parametrize("answers", [False, True], ids=["refused", "never answered"])
 def test_an_endpoint_that_is_down_holds_nobody_up(tiny_chat_model, answers):
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as silent:
-        port = silent.getsockname()[1] if answers else closed_port()
+        port = silent.getsockname()[1] if answers else free_port()
         traces = Traces(open_spans(f"http://127.0.0.1:{port}/v1/traces", "tiny", "1"))
         server = LocalServer(tiny_chat_model, traces=traces, kv_cache_memory_bytes=2**22)
         for _ in range(3):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import httpx
 import pytest
-from local_server import PATIENCE_S, ProcessServer, error_of, finish_reasons, post_head, start_cli, until
+from local_server import PATIENCE_S, ProcessServer, error_of, finish_reasons, free_port, post_head, start_cli, until
 from typer.testing import CliRunner
 
 from pagefold import __version__
@@ -143,8 +143,7 @@ app()
 @pytest.mark.long
 def test_not_ready_until_warm(tiny_chat_model, tmp_path):
     """Kernels and a dummy pass come before /ready is 200; /health is 200 all the time, and nothing of it is counted."""
-    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     flags = ("--port", str(port), "--kv-cache-memory-bytes", "4M", "--max-model-len", "256")
     process = subprocess.Popen(
         [sys.executable, "-c", WARMS_UP_SLOWLY, "serve", str(tiny_chat_model), *flags, str(tmp_path)],
@@ -171,8 +170,7 @@ class _Loading:
     """A server that has just begun to listen."""
 
     def __init__(self, model: str) -> None:
-        with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as free:
-            port = free.getsockname()[1]
+        port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         self.process = start_cli("serve", model, "--port", str(port), "--max-model-len", "auto")
         until(self._answers, "the door to open")
